@@ -67,7 +67,7 @@ def candidates_of(asked: Sequence[Quoted], count: int) -> Candidates:
         other = [passage for passage in near if each.quote not in passage.text][:1]
         shown = random.Random(each.question).sample([each.passage, *other], 1 + len(other))
         runs = [(passage, run) for passage in shown for run in quotable_runs(passage)]
-        holds = [_holds(each, passage, *span) for passage, run in runs for span in run]
+        holds = [holds_quote(each, passage, *span) for passage, run in runs for span in run]
         features.append(span_features(each.question, runs, symbols=True, places=True))
         gold += holds
         question += [number] * len(holds)
@@ -89,7 +89,7 @@ def shown_candidates(index: Path, asked: Sequence[AskedQuestion]) -> Candidates:
     return Candidates(np.concatenate(features), np.array(gold), np.array(question))
 
 
-def _holds(asked: Quoted, passage: Passage, start: int, end: int) -> bool:
+def holds_quote(asked: Quoted, passage: Passage, start: int, end: int) -> bool:
     """Whether the span and the quote have most of the shorter of them in common."""
     if passage is not asked.passage or (begin := passage.text.find(asked.quote)) < 0:
         return False

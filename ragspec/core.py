@@ -209,7 +209,8 @@ class Request:
     that is not certain yet (half a character, the beginning of a stop string) comes with the next segment. Requests with the
     same `affinity` (documents, a conversation) should run on the same replica; it never changes the output. `grammar`: one in
     llguidance's dialect of Lark, which the output follows; empty: none. It is not followed beside a JSON schema, nor where
-    llguidance cannot read the tokenizer, of which the engine warns.
+    llguidance cannot read the tokenizer, of which the engine warns. `attention_heads`: (layer, head) of the target, whose
+    attention the completion shows.
     """
 
     id: str
@@ -221,6 +222,7 @@ class Request:
     segment: Segment = WHOLE
     affinity: str = ""
     grammar: str = ""
+    attention_heads: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "speculation", Speculation.of(self.speculation))
@@ -251,11 +253,16 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
+Attention = tuple[tuple[float, ...], ...]
+"""[heads, T]: from the last of T positions to each of them; of a head it sums to 1."""
+
+
 @dataclass(frozen=True, slots=True)
 class Delta:
     """The new tokens and text of one choice after one step: the engine's only message to listeners.
 
-    `text` never ends inside a character and never holds the beginning of a stop string.
+    `text` never ends inside a character and never holds the beginning of a stop string. `attention`: comes with the last delta;
+    as in `Completion`.
     """
 
     request_id: str
@@ -266,6 +273,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     stats: GenerationStats | None = None
     error: str = ""
+    attention: Attention = ()
 
 
 _EXACTNESS = ("path", "distribution", "none")
@@ -340,7 +348,9 @@ class GenerationStats:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The whole output of one choice."""
+    """The whole output of one choice. `attention`: of the request's heads, from the prompt's last token; empty where the target
+    lacks one of them, is not in safetensors, or is of a family whose decoder ragspec does not replace, and where the output was
+    generated in several segments."""
 
     request_id: str
     choice: int
@@ -349,6 +359,7 @@ class Completion:
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprob, ...]
     stats: GenerationStats
+    attention: Attention = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,11 +94,16 @@ class Admission:
     def sequences(
         self, request: Request, listener: Callable[[Delta], None], prepare: Callable[[Request], Mapping[str, Any]]
     ) -> list[Sequence]:
-        """One sequence a choice. `prepare` runs the drafters' preparation once a request. Raises: InputError, PromptTooLong."""
+        """One sequence a choice. `prepare` runs the drafters' preparation once a request.
+
+        Raises: InputError, PromptTooLong; ModelError if the weights of a head cannot be read.
+        """
         limits = self.bounds.limits(request)
         if (seed := request.params.seed) is None:
             seed = random_seed()
             request = replace(request, params=replace(request.params, seed=seed))
+        if request.attention_heads and not self._target.has_heads(request.attention_heads):
+            request = replace(request, attention_heads=())
         begin = time.perf_counter()
         sequences, prepared = [], prepare(request)
         prepare_s = (time.perf_counter() - begin) / len(request.choices)

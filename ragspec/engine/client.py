@@ -128,6 +128,7 @@ def completion_of(deltas: SequenceOf[Delta]) -> Completion:
         last.finish_reason,
         tuple(logprob for delta in deltas for logprob in delta.logprobs),
         last.stats or GenerationStats(),
+        last.attention,
     )
 
 

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Executor
 from functools import partial
@@ -164,7 +164,13 @@ class Engine(EngineClient):
         self._in_step = [sequence for sequence, _ in scheduled]
         trees, draft_s = self._draft(scheduled)
         batch = Batch([s.schedule(num_tokens, tree) for (s, num_tokens), tree in zip(scheduled, trees, strict=True)])
-        (logits, features, sampled, node_s), results = self._forward(batch, trees), list[StepResult]()
+        shown = [
+            (sequence, part.first_row + part.num_known - 1)
+            for sequence, part, tree in zip(self._in_step, batch.sequences, trees, strict=True)
+            if tree is not None and sequence.shows_attention
+        ]
+        layers = {layer for sequence, _ in shown for layer, _ in sequence.request.attention_heads}
+        (logits, features, sampled, node_s), results = self._forward(batch, trees, layers), list[StepResult]()
         for sequence, tree, part, tokens in zip(self._in_step, trees, batch.sequences, sampled, strict=True):
             result = UNDECIDED
             if tree is not None:
@@ -172,7 +178,14 @@ class Engine(EngineClient):
                 result = sequence.commit(tree, sequence.verify(tree, rows, tokens), rows, draft_s, node_s)
             results.append(result)
         batch.keep(*(result.path for result in results))
-        kept = batch.features(features, [result.path for result in results])
+        for sequence, row in shown:
+            assert sequence.slots is not None
+            heads, slots = sequence.request.attention_heads, sequence.slots.slots[: sequence.num_prompt]
+            sequence.attention = self.target.attention_of(
+                heads, {layer: features[layer][row] for layer in layers}, slots
+            )
+        for_drafters = {tap: features[tap] for tap in self._taps}
+        kept = batch.features(for_drafters, [result.path for result in results])
         self._planner.observe(self._in_step, results, kept)
         for sequence, part, result in zip(self._in_step, batch.sequences, results, strict=True):
             if result.tree is None:
@@ -202,12 +215,16 @@ class Engine(EngineClient):
         draft_s = (time.perf_counter() - begin) / max(1, len(deciding))
         return [next(trees) if num_tokens == s.num_pending else None for s, num_tokens in scheduled], draft_s
 
-    def _forward(self, batch: Batch, trees: list[DraftTree | None]) -> tuple[LogitRows, Features, SampledTrees, float]:
-        """Logits, tapped hidden states, tokens sampled on a device, seconds of a drafted node; time teaches threads and costs."""
+    def _forward(
+        self, batch: Batch, trees: list[DraftTree | None], layers: Collection[int]
+    ) -> tuple[LogitRows, Features, SampledTrees, float]:
+        """Logits, hidden states that drafters tap or that enter `layers`, tokens sampled on a device, seconds of a drafted node;
+        time teaches threads and costs."""
         self._size = num_rows, _ = len(batch.token_ids), len(batch.logit_rows)
         begin, num_nodes = time.perf_counter(), sum(tree.num_drafted for tree in trees if tree is not None)
+        taps = list(dict.fromkeys([*self._taps, *layers]))
         self._threads.begin(num_rows)
-        logits, features = self.target.forward_tapped(batch.token_ids, batch.metadata, batch.logit_rows, self._taps)
+        logits, features = self.target.forward_tapped(batch.token_ids, batch.metadata, batch.logit_rows, taps)
         self._deliver()
         sampled = sample_ahead(logits, self._in_step, trees)
         self.target.backend.wait()

@@ -16,7 +16,7 @@ import torch
 from ragspec.config import EngineConfig, TargetConfig
 from ragspec.core import Say, log_progress
 from ragspec.engine.kv_offload import BlockStore, FileBlocks, make_kv_offload
-from ragspec.engine.rank_messages import BlockCopy, MessageKind, receive
+from ragspec.engine.rank_messages import BlockCopy, KeyRead, MessageKind, receive
 from ragspec.engine.target import Target
 from ragspec.errors import ConfigError, ModelError
 from ragspec.numerics.batch import Batch, ScheduledSequence
@@ -39,6 +39,9 @@ class Follower:
                 if isinstance(message.content, BlockCopy):
                     assert self._store is not None, "all ranks have one engine configuration"
                     self._store.copy(message.content)
+                    continue
+                if isinstance(message.content, KeyRead):
+                    self._target.keys_of(message.content)
                     continue
                 if message.content is None:
                     ranks.barrier()

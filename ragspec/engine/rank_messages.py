@@ -32,6 +32,7 @@ class MessageKind(IntEnum):
     HEARTBEAT = 2
     STOP = 3
     COPY_BLOCKS = 4
+    READ_KEYS = 5
 
 
 class ForwardInput(NamedTuple):
@@ -56,12 +57,20 @@ class BlockCopy(NamedTuple):
     is_read: bool = False
 
 
+class KeyRead(NamedTuple):
+    """The keys of a KV head of the whole target in some slots. Shapes: slots int32 [T]."""
+
+    layer: int
+    kv_head: int
+    slots: Ints
+
+
 class Message(NamedTuple):
-    """`num_threads`: how many threads rank 0 computes with. `content`: of the kinds FORWARD and COPY_BLOCKS."""
+    """`num_threads`: how many threads rank 0 computes with. `content`: of all kinds but HEARTBEAT and STOP."""
 
     kind: MessageKind
     num_threads: int
-    content: ForwardInput | BlockCopy | None = None
+    content: ForwardInput | BlockCopy | KeyRead | None = None
 
 
 def send_forward(ranks: Ranks, forward: ForwardInput, num_threads: int) -> None:
@@ -73,6 +82,12 @@ def send_blocks(ranks: Ranks, blocks: BlockCopy) -> None:
     """Raises: RankLost."""
     how = np.array([blocks.first, blocks.is_read], np.int32)
     _send(ranks, MessageKind.COPY_BLOCKS, 0, [blocks.numbers, blocks.slots, how, *_NO_SECTIONS[3:]])
+
+
+def send_key_read(ranks: Ranks, read: KeyRead) -> None:
+    """Raises: RankLost."""
+    place = np.array([read.layer, read.kv_head], np.int32)
+    _send(ranks, MessageKind.READ_KEYS, 0, [place, read.slots, *_NO_SECTIONS[2:]])
 
 
 def send(ranks: Ranks, kind: MessageKind) -> None:
@@ -111,6 +126,9 @@ def receive(ranks: Ranks) -> Message:
         numbers, slots, (left_out, is_read), *_ = sections
         blocks = BlockCopy(numbers, slots, int(left_out), bool(is_read))
         return Message(MessageKind.COPY_BLOCKS, num_threads, blocks)
+    if kind == MessageKind.READ_KEYS:
+        (layer, kv_head), slots, *_ = sections
+        return Message(MessageKind.READ_KEYS, num_threads, KeyRead(int(layer), int(kv_head), slots))
     return Message(MessageKind(kind), num_threads)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ragspec.core import Delta, FinishReason, GenerationStats, Request, TokenLogprob
+from ragspec.core import Attention, Delta, FinishReason, GenerationStats, Request, TokenLogprob
 from ragspec.engine.text import IncrementalDetokenizer
 from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.batch import ScheduledSequence
@@ -71,6 +71,7 @@ class Sequence:
         self.stats = GenerationStats(num_prompt_tokens=self.num_prompt)
         self.finish_reason: FinishReason | None = None
         self.remembered = True  # whether caches may keep the text; False once the tenant is purged
+        self.attention: Attention = ()
         self._text = text
         self._listener = listener
         self._logprobs: list[TokenLogprob] = []
@@ -97,6 +98,11 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens without keys and values; 1 while decoding."""
         return len(self.tokens) - (self.slots.length if self.slots else 0)
+
+    @property
+    def shows_attention(self) -> bool:
+        """Whether the step that decides its next token reads the attention of its prompt's last token."""
+        return bool(self.request.attention_heads) and not self.num_output
 
     @property
     def most_tokens(self) -> int:
@@ -229,7 +235,8 @@ class Sequence:
         if ids or text or done:
             stats = self.stats if done else None
             try:
-                self._listener(Delta(*self.key, ids, text, logprobs, self.finish_reason, stats, error))
+                shown = self.attention if done else ()
+                self._listener(Delta(*self.key, ids, text, logprobs, self.finish_reason, stats, error, shown))
             except Exception:
                 log.exception("the listener of request %r failed", self.request.id)
                 return False

@@ -12,10 +12,10 @@ layer, both before any norm. Tap `FINAL` is the output of the final norm, which 
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from ragspec.config import TargetConfig
-from ragspec.core import Say, log_progress
+from ragspec.core import Attention, Say, log_progress
 from ragspec.engine.checkpoints.model_config import (
     LogitTransform,
     attention_shapes,
@@ -35,7 +35,8 @@ from ragspec.engine.checkpoints.saved_model import SavedWeights, load_saved
 from ragspec.engine.checkpoints.target_files import return_freed, target_folder
 from ragspec.engine.checkpoints.weights import WeightShards, load_shards, load_whole
 from ragspec.engine.hf_attention import tapped_layers
-from ragspec.engine.rank_messages import ForwardInput, MessageKind, in_step, send, send_forward
+from ragspec.engine.prompt_attention import PromptAttention
+from ragspec.engine.rank_messages import ForwardInput, KeyRead, MessageKind, in_step, send, send_forward, send_key_read
 from ragspec.errors import ModelError, RankLost
 from ragspec.numerics.attention import PAGE, AttentionMetadata, padded
 from ragspec.numerics.backend import Backend, LogitRows
@@ -90,8 +91,10 @@ class Target:
         pool_size: PoolSize,
         shards: WeightShards | None = None,
         arena: WeightArena | None = None,
+        folder: str = "",
     ) -> None:
-        self._tokenizer = tokenizer
+        """`folder`: of the weights; without it no attention can be shown."""
+        self._tokenizer, self._folder = tokenizer, folder
         self.config = config
         self._shards = shards
         self.ranks: Ranks = shards.ranks if shards else ONE_RANK
@@ -149,7 +152,7 @@ class Target:
         elif model is None:
             model, shards = load_shards(folder, dtype, ranks, only_embedding=bool(arena and arena.is_saved))
         pool_size = PoolSize(num_kv_slots, max_kv_bytes, reserved_bytes)
-        target = cls(model.eval(), tokenizer, config, pool_size, shards if ranks.size > 1 else None, arena)
+        target = cls(model.eval(), tokenizer, config, pool_size, shards if ranks.size > 1 else None, arena, folder)
         if saved and arena and isinstance(target._model.model, Int8Decoder):
             saved.save(arena, target._model.model.rotations, target._model.config)
             if ranks.size == 1 and not arena.is_saved and saved.load().is_saved:
@@ -297,6 +300,43 @@ class Target:
         """The output layer on states after the final norm; the other ranks take no part. Shapes: [N, H] -> float32 [N, V]."""
         with torch.inference_mode():
             return self._transform(self._own_head(states).float())
+
+    def has_heads(self, heads: Sequence[tuple[int, int]]) -> bool:
+        """Whether the attention of each (layer, head) can be shown. Callable from any thread. Raises: ModelError."""
+        return self._prompt_attention is not None and all(map(self._prompt_attention.has, heads))
+
+    def attention_of(
+        self, heads: Sequence[tuple[int, int]], streams: Mapping[int, torch.Tensor], slots: Ints
+    ) -> Attention:
+        """The attention of heads that the target has, from the last of these positions.
+
+        Shapes: streams of that position by layer [H]; slots int32 [T] -> [heads, T].
+        """
+        attention = cast(PromptAttention, self._prompt_attention)
+        rows = list[tuple[float, ...]]()
+        for layer, head in heads:
+            read = KeyRead(layer, attention.kv_head(head), slots)
+            if self.ranks.size > 1:
+                send_key_read(self.ranks, read)
+            with in_step(self.ranks):
+                rows.append(attention.row((layer, head), streams[layer], self.keys_of(read)))
+        return tuple(rows)
+
+    def keys_of(self, read: KeyRead) -> Floats:
+        """The rotated keys of one KV head, on every rank. Shapes: -> [T, head_dim]."""
+        shape = self.shapes[read.layer]
+        owner, own = divmod(read.kv_head, shape.num_kv_heads)
+        keys = torch.from_numpy(self.pool.keys_of(read.layer, own, read.slots)[:, : shape.head_dim].copy())
+        whole = self.ranks.all_gather(keys).numpy()  # [T, ranks * head_dim]
+        return np.asarray(whole[:, owner * shape.head_dim : (owner + 1) * shape.head_dim])
+
+    @functools.cached_property
+    def _prompt_attention(self) -> PromptAttention | None:
+        decoder = self._model.model
+        if not self._folder or not isinstance(decoder, Decoder | Int8Decoder):
+            return None
+        shape = attention_shapes(self.text_config, 1)[0]
+        return PromptAttention(self._folder, self.text_config, shape, decoder.rotations)
 
     def check_health(self, num_rows: int, num_logits: int) -> None:
         """After a step that failed, with so many rows and logits: whether forwards of its size still compute.

@@ -99,6 +99,15 @@ class KvPool:
             return to_host(torch.cat(rows, 1).view(torch.uint8))
         return np.concatenate(rows, 1).view(np.uint8)
 
+    def keys_of(self, layer: int, head: int, slots: Ints) -> NDArray[np.float32]:
+        """The rotated keys of one KV head in some slots, on the host. Shapes: int32 [T] -> [T, padded head_dim]."""
+        dims = self.shapes[layer].num_kv_heads, padded(self.shapes[layer].head_dim)
+        if self._is_on_device:
+            index = to_device(slots.astype(np.int64), self.keys[0].device)
+            return to_host(self.keys[layer].view(-1, *dims)[index, head].float())
+        rows = self.keys[layer].reshape(-1, *dims, PAGE)[slots // PAGE, head, :, slots % PAGE]
+        return np.asarray((rows.astype(np.uint32) << 16).view(np.float32) if rows.dtype == np.uint16 else rows)
+
     def write(self, slots: Ints, rows: NDArray[np.uint8]) -> None:
         """Put back what `read` gave, into any slots. Shapes: int32 [T], [T, token_bytes]."""
         first: Any = self.keys[0]

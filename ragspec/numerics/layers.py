@@ -53,7 +53,7 @@ class PagedAttention(nn.Module):
         self.qkv = backend.make_linear(torch.cat([p.weight.detach() for p in projections]), bias)
         self.out = _output(attention.o_proj, ranks, backend.make_linear)
         self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-        self._rotations = rotary.rotations
+        self.rotations = rotary.rotations
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         shape = self.shape
@@ -61,7 +61,7 @@ class PagedAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k, v = qkv.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 1)
             qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], 1)
-        heads = context.attend(self.layer, qkv, shape, self._rotations).flatten(1)
+        heads = context.attend(self.layer, qkv, shape, self.rotations).flatten(1)
         return cast(Tensor, self.out(heads if self._ranks.adds else self._ranks.all_gather(heads)))
 
 
@@ -185,6 +185,12 @@ class Decoder(nn.Module):
         if len(self.layers) in tapped:
             tapped[len(self.layers)] = stream
         return hidden[:num_rows], {tap: stream[:num_rows] for tap, stream in tapped.items()}
+
+    @property
+    def rotations(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines. Shapes: [positions, head_dim]."""
+        rotations: tuple[Tensor, Tensor] = cast(Any, self.layers[0]).attention.rotations
+        return rotations
 
     def with_layers(self, layers: Sequence[int]) -> Decoder:
         """A decoder of these layers alone, with the same weights."""

@@ -16,7 +16,6 @@ from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping, Se
 from contextlib import aclosing
 from dataclasses import dataclass, fields
 from functools import partial
-from itertools import islice
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self, Unpack
@@ -38,12 +37,12 @@ from ragspec.rag.steps import (
     Question,
     RetrievedQuestion,
     RetrieverLike,
-    all_doubted,
+    after_first,
     build_answer,
     build_request,
     collect_completions,
     default_params,
-    doubted,
+    generate_answers,
     params_of_each,
     parse_scope,
     retrieve_passages,
@@ -139,15 +138,10 @@ class Pipeline(Closeable):
     ) -> list[Answer]:
         """Answer all questions in one batch of retriever and engine; with `n` choices, n answers per question, in order.
 
-        Raises: InputError or PromptTooLong for the first question that cannot be asked, before any is generated.
+        Raises: InputError or PromptTooLong for the first question that cannot be asked; no answer is returned then.
         """
-        prepared = all_doubted(self._prepare(questions, params, **options), self.engine)
-        completions = iter(self.engine.generate([each.request for each in prepared if not each.said]))
-        return [
-            build_answer(each, completion)
-            for each in prepared
-            for completion in (said_completions(each) or islice(completions, len(each.request.choices)))
-        ]
+        generated = generate_answers(self._prepare(questions, params, **options), self.engine)
+        return [build_answer(each, completion) for each, completions in generated for completion in completions]
 
     def stream(
         self, question: str, params: SamplingParams | None = None, **options: Unpack[QuestionOptions]
@@ -272,7 +266,7 @@ class AsyncPipeline:
             return [build_request(retrieved, prompts) for retrieved in batch]
 
         async def generate(batch: Sequence[PreparedQuestion]) -> list[_GeneratedChoices]:
-            asked = [await doubted(each, engine) for each in batch]
+            asked = [await after_first(each, engine) for each in batch]
             return [(each, said_completions(each) or await collect_completions(engine, each.request)) for each in asked]
 
         def cite(generated: Sequence[_GeneratedChoices]) -> list[tuple[Answer, ...]]:

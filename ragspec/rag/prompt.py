@@ -28,6 +28,7 @@ from ragspec.errors import InputError, PromptTooLong
 from ragspec.rag.citations import answer_grammar
 from ragspec.rag.languages import guess_language
 from ragspec.rag.quote_choice import LatestQuote, quote_bias
+from ragspec.rag.retrieval_head import Look, PassageTokens, SpanAttention
 from ragspec.rag.wording import (
     ABSTENTION,
     FREE_INSTRUCTION,
@@ -124,7 +125,8 @@ class PromptBuilder:
         self._label, self._grammar_request = words.question or QUESTION, words.grammar or GRAMMAR_REQUEST
         self.tokenizer = tokenizer
         self._encoding = threading.Lock()
-        self._fast = stateless(tokenizer)
+        self.fast = stateless(tokenizer)
+        """The compiled tokenizer, if there is one."""
         self._control = re.compile("|".join(map(re.escape, tokenizer.get_added_vocab())) or r"(?!)")
         self.max_context_tokens = max_context_tokens
         self.max_chars = max_context_tokens * _MAX_CHARS_PER_TOKEN
@@ -173,11 +175,12 @@ class PromptBuilder:
         *,
         holds_quotes: bool = True,
         latest: LatestQuote | None = None,
+        seen: SpanAttention | None = None,
     ) -> SamplingParams:
         """The parameters of an answer to a prompt, with the fitted biases unless they have biases of their own.
 
         `holds_quotes`: a grammar holds the quote to the passages, without `left_out`; the bias on quotes is for these alone.
-        `latest`: of the dialogue that a question follows up.
+        `latest`: of the dialogue that a question follows up. `seen`: where the target looks.
         """
         rules, fit = self.rules, self.rules.fit
         if params.json_schema or not self.quotes_first or not prompt.passages:
@@ -185,13 +188,30 @@ class PromptBuilder:
         if fit.quote_weight and holds_quotes and not params.prefix_bias:
             best = prompt.best_first()
             chosen_by = rules.symbols, rules.places, rules.quotes == "blocks", latest if rules.places else None
-            biases = quote_bias(question, best, self.plain_ids, fit.quote_weight, left_out, *chosen_by)
+            weighted = (seen, fit.attention_weight) if seen else None
+            biases = quote_bias(question, best, self.plain_ids, fit.quote_weight, left_out, *chosen_by, weighted)
             params = replace(params, prefix_bias=biases)
         if closeness is None or params.first_token_bias or not (fit.intercept or fit.slope or fit.mark):
             return params
         (first, *_), (mark, *_) = self.plain_ids([ABSTENTION, '"'])
         first_biases = {first: fit.abstention_bias(closeness), mark: fit.mark}
         return replace(params, first_token_bias={token: bias for token, bias in first_biases.items() if bias})
+
+    def look(self, prompt: Prompt, request: Request, biased: Callable[..., SamplingParams]) -> Look | None:
+        """The request that shows where the target looks as the answer to `request` begins; None where nothing follows from it.
+        `request`: in the caller's own parameters; `biased`: as in `Look`."""
+        fit, params = self.rules.fit, request.params
+        is_read = bool(fit.retrieval_head and fit.quote_weight and fit.attention_weight and request.grammar)
+        if not is_read or self.fast is None or params.json_schema or params.prefix_bias:
+            return None
+        ids = (*prompt.prompt_ids, *self.plain_ids(['"'])[0])
+        tokens = PassageTokens.of(prompt.prompt_ids, prompt.passages, self.fast) if prompt.passages else None
+        if tokens is None or len(ids) >= self.max_context_tokens:
+            return None
+        name, asked = uuid.uuid4().hex, SamplingParams(max_tokens=1, temperature=0.0)
+        heads = (fit.retrieval_head,) if fit.retrieval_head else ()
+        shown = Request(name, ids, asked, salt=request.salt, affinity=request.affinity, attention_heads=heads)
+        return Look(shown, tokens, biased)
 
     def doubt(
         self, build: Callable[[], Prompt], prompt: Prompt, closeness: float | None, request: Request
@@ -283,8 +303,8 @@ class PromptBuilder:
 
     def plain_ids(self, texts: Sequence[str], *, begins: bool = False) -> list[list[int]]:
         """Token ids of each text, without control tokens. `begins`: add the tokenizer's special tokens around it."""
-        if self._fast is not None and not any(map(self._control.search, texts)):
-            return [encoding.ids for encoding in self._fast.encode_batch_fast(list(texts), add_special_tokens=begins)]
+        if self.fast is not None and not any(map(self._control.search, texts)):
+            return [encoding.ids for encoding in self.fast.encode_batch_fast(list(texts), add_special_tokens=begins)]
         with self._encoding:
             encoded = self._encoder(list(texts), add_special_tokens=begins, split_special_tokens=True, verbose=False)
         return [list(ids) for ids in encoded["input_ids"]]
@@ -369,8 +389,8 @@ class PromptBuilder:
         layout = {**options, **self._layout}
         try:
             texts = _texts([conversation, options.get("tools")])
-            if self._fast is not None and not any(map(self._control.search, texts)):
-                return tuple(_ids(self._fast, self.laid_out(conversation, **options)))
+            if self.fast is not None and not any(map(self._control.search, texts)):
+                return tuple(_ids(self.fast, self.laid_out(conversation, **options)))
             with self._encoding:
                 token_ids = self._encoder.apply_chat_template(conversation, **layout)
         except TemplateError as cause:

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from ragspec.core import BlockKind, Passage
 from ragspec.rag.quotable import lines_above, quotable_runs
+from ragspec.rag.retrieval_head import SpanAttention
 from ragspec.retrieval.chunking import Span
 from ragspec.retrieval.chunking.chunker import SEPARATOR
 from ragspec.retrieval.search.analysis import COMMON_WORDS, Analyzer
@@ -138,15 +139,17 @@ def quote_bias(
     places: bool = False,
     by_blocks: bool = False,
     latest: LatestQuote | None = None,
+    seen: tuple[SpanAttention, float] | None = None,
 ) -> dict[tuple[int, ...], dict[int, float]]:
     """Biases of the next token, in logits, by the output tokens before it.
 
     `passages`: best first. `weight`: the bias of a quote of probability 1. `left_out`, `by_blocks`: as in `quotable_runs`.
-    `symbols`, `places`: as in `TextRules`. `latest`: of a dialogue that the question follows up.
+    `symbols`, `places`: as in `TextRules`. `latest`: of a dialogue that the question follows up. `seen`: where the target
+    looks, and the weight of a share's logarithm.
     """
     runs = [(passage, run) for passage in passages for run in quotable_runs(passage, left_out, by_blocks=by_blocks)]
     quotes: dict[str, float] = {}
-    for passage, run, values in _with_probabilities(question, runs, symbols, places, by_blocks, latest):
+    for passage, run, values in _with_probabilities(question, runs, symbols, places, by_blocks, latest, seen):
         asks = [places and _ASKING_END.search(passage.text, start, end) is not None for start, end in run]
         for first, last, probability in _best_quotes(run, values, asks):
             text = passage.text[run[first][0] : run[last][1]]
@@ -171,9 +174,13 @@ def _with_probabilities(
     places: bool,
     by_blocks: bool = False,
     latest: LatestQuote | None = None,
+    seen: tuple[SpanAttention, float] | None = None,
 ) -> Iterator[tuple[Passage, list[Span], list[float]]]:
     weights = np.array(WEIGHTS if places else FORMER_WEIGHTS)
     scores = span_features(question, runs, symbols, places, by_blocks) @ weights  # [spans]
+    if seen:
+        attention, weight = seen
+        scores += weight * attention.log_shares([(passage, *span) for passage, run in runs for span in run])
     if latest:
         spans = [(passage.document_id, passage.start + start) for passage, run in runs for start, _ in run]
         scores += [latest.bonus(*span) for span in spans]

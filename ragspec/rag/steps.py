@@ -10,10 +10,11 @@
 import asyncio
 import functools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol, Self, TypeVar, cast
 
 from ragspec.config import GenerationConfig
@@ -33,6 +34,7 @@ from ragspec.engine.client import completion_of
 from ragspec.errors import InputError, did_you_mean
 from ragspec.rag.answer import Answer, AnswerStats
 from ragspec.rag.prompt import Prompt, PromptBuilder
+from ragspec.rag.retrieval_head import Look
 from ragspec.rag.support import Support, find_support
 from ragspec.rag.wording import ABSTENTION, DOUBT, NOT_SUPPORTED, nothing_close, other_language
 from ragspec.retrieval.retriever import FROM_MEMORY, RetrievalResult, RetrievalTimes
@@ -122,7 +124,8 @@ class RetrievedQuestion:
 class PreparedQuestion:
     """A question as asked, with its prompt and engine request. `generation` and `missing` as in `RetrievedQuestion`. `prompts`
     built the prompt. `said`: the answer where no passage is close to the question, which no engine has to write. `doubt`: asks
-    the target first whether the passages answer the question; `doubt_stats`: of that request, once it has ended."""
+    the target first whether the passages answer the question; `doubt_stats`: of that request, once it has ended. `look`: shows
+    first where the target looks; `look_stats`: of that request."""
 
     user_question: str
     prompt: Prompt
@@ -137,11 +140,44 @@ class PreparedQuestion:
     times: RetrievalTimes = field(default=FROM_MEMORY, kw_only=True)
     doubt: Request | None = field(default=None, kw_only=True)
     doubt_stats: GenerationStats | None = field(default=None, kw_only=True)
+    look: Look | None = field(default=None, kw_only=True)
+    look_stats: GenerationStats | None = field(default=None, kw_only=True)
 
     @property
     def require_support(self) -> bool:
         """As in `PromptConfig`. JSON is never withheld: the sentence in its place would not follow its schema."""
         return self.prompts.require_support and not self.request.params.json_schema
+
+    @property
+    def first(self) -> Request | None:
+        """The request that runs before the answer's, if there is one."""
+        return self.doubt or (self.look.request if self.look else None)
+
+    def after(self, first: Completion) -> Self:
+        """This question once its first request has ended."""
+        if self.doubt is not None:
+            return replace(self, said=said_after(first), doubt=None, doubt_stats=first.stats)
+        assert self.look is not None, "there is a first request"
+        request = replace(self.request, params=self.look.params(first.attention))
+        return replace(self, request=request, look=None, look_stats=first.stats)
+
+    def counted(self, completion: Completion) -> GenerationStats:
+        """The counters of a choice with those of the request before it. A look reads the answer's prompt, which the answer then
+        finds in the cache: its time is every choice's, its tokens are those of the first."""
+        stats, look = replace(completion.stats, doubt=self.doubt_stats), self.look_stats
+        if look is None:
+            return stats
+        stats = replace(
+            stats, queue_s=look.queue_s, prefill_s=look.prefill_s + look.decode_s + stats.queue_s + stats.prefill_s
+        )
+        if completion.choice != self.request.choices[0]:
+            return stats
+        return replace(
+            stats,
+            num_cached_tokens=min(look.num_cached_tokens, stats.num_cached_tokens),
+            num_restored_tokens=look.num_restored_tokens + stats.num_restored_tokens,
+            num_replays=look.num_replays + stats.num_replays,
+        )
 
     @property
     def dropped_passages(self) -> tuple[Passage, ...]:
@@ -150,6 +186,8 @@ class PreparedQuestion:
 
 
 Prepared = TypeVar("Prepared", bound=PreparedQuestion)
+_FIRST_AT_ONCE = 32
+"""Questions whose first requests run together."""
 
 
 def retrieve_passages(retriever: RetrieverLike, questions: Sequence[Question]) -> list[RetrievedQuestion]:
@@ -173,28 +211,29 @@ def build_request(retrieved: RetrievedQuestion, prompts: PromptBuilder) -> Prepa
     prompt = prompts.build(question.messages, retrieved.passages, question.params.max_tokens)
     params, passages = question.params, prompt.passages
     grammar = prompts.answer_grammar(params, question.speculation, passages)
+    biased = partial(prompts.biased, params, question.text, prompt, retrieved.closeness, holds_quotes=bool(grammar))
     request = Request(
         question.id,
         prompt.prompt_ids,
-        prompts.biased(params, question.text, prompt, retrieved.closeness, holds_quotes=bool(grammar)),
+        params,
         copy_sources(question.text, prompt.passages),
         question.scope.tenant,
         question.speculation,
         grammar=grammar,
         affinity=prompt.passages[0].id if prompt.passages else "",
     )
-    index, times = (retrieved.generation, retrieved.missing), (retrieved.retrieve_s, time.perf_counter() - begin)
     language = prompts.unknown_language(question.text)
     found_none = prompts.rules.says_none_found and retrieved.found_none
-    said = abstention(
-        question.params, retrieved.passages, retrieved.closeness, question.abstain_below, language, found_none
-    )
-    prepared = PreparedQuestion(question.text, prompt, request, *index, *times, prompts, said, retrieved.closeness)
+    said = abstention(params, retrieved.passages, retrieved.closeness, question.abstain_below, language, found_none)
     *before, last = question.messages
     asked = [*before, Message("user", last.content + DOUBT)]
     build = partial(prompts.build, asked, prompt.passages, 1)
     doubt = None if said else prompts.doubt(build, prompt, retrieved.closeness, request)
-    return replace(prepared, times=retrieved.times, doubt=doubt)
+    look = None if said else prompts.look(prompt, request, biased)
+    request = request if look else replace(request, params=biased())
+    index, times = (retrieved.generation, retrieved.missing), (retrieved.retrieve_s, time.perf_counter() - begin)
+    built = question.text, prompt, request, *index, *times, prompts, said, retrieved.closeness
+    return PreparedQuestion(*built, times=retrieved.times, doubt=doubt, look=look)
 
 
 def said_after(doubt: Completion) -> str:
@@ -202,23 +241,29 @@ def said_after(doubt: Completion) -> str:
     return ABSTENTION if doubt.text.startswith("N") else ""
 
 
-def all_doubted(prepared: Sequence[Prepared], engine: EngineLike) -> list[Prepared]:
-    """The questions after their doubts. Raises: EngineError."""
-    asked = [each.doubt for each in prepared if each.doubt]
-    completions = iter(engine.generate(asked) if asked else ())
-    return [_after(each, next(completions)) if each.doubt else each for each in prepared]
+def generate_answers(prepared: Sequence[Prepared], engine: EngineLike) -> Iterator[tuple[Prepared, list[Completion]]]:
+    """Each question as its answers were asked for, and its choices. Raises: EngineError, InputError.
+
+    Why some at a time: an answer finds the prompt of its first request in the cache, which holds a limited number of prompts.
+    Answers run beside the first requests of the next questions.
+    """
+    size = _FIRST_AT_ONCE if any(each.first for each in prepared) else max(1, len(prepared))
+    batches = [prepared[first : first + size] for first in range(0, len(prepared), size)]
+    ready: list[Prepared] = []
+    for batch in [*batches, ()]:
+        requests = [each.request for each in ready if not each.said] + [each.first for each in batch if each.first]
+        completions = iter(engine.generate(requests) if requests else ())
+        for each in ready:
+            yield each, said_completions(each) or list(islice(completions, len(each.request.choices)))
+        ready = [each.after(next(completions)) if each.first else each for each in batch]
 
 
-async def doubted(prepared: Prepared, engine: EngineLike) -> Prepared:
-    """As `all_doubted`; cancelling the wait cancels the request."""
-    if not prepared.doubt:
+async def after_first(prepared: Prepared, engine: EngineLike) -> Prepared:
+    """The question once its first request, if it has one, has ended; cancelling the wait cancels it. Raises: EngineError."""
+    if prepared.first is None:
         return prepared
-    (completion,) = await collect_completions(engine, prepared.doubt)
-    return _after(prepared, completion)
-
-
-def _after(prepared: Prepared, doubt: Completion) -> Prepared:
-    return replace(prepared, said=said_after(doubt), doubt_stats=doubt.stats)
+    (completion,) = await collect_completions(engine, prepared.first)
+    return await asyncio.to_thread(prepared.after, completion)  # Why in a thread: as in `stream_answer`
 
 
 def abstention(
@@ -293,7 +338,7 @@ def build_answer(prepared: PreparedQuestion, completion: Completion) -> Answer:
         AnswerStats(
             *times,
             prepared.generation,
-            replace(completion.stats, doubt=prepared.doubt_stats),
+            prepared.counted(completion),
             missing_segments=prepared.missing,
             encode_s=prepared.times.encode_s,
             search_s=prepared.times.search_s,
@@ -313,7 +358,7 @@ async def stream_answer(
 
     Both functions run in threads. Why: encoder and tokenizer would stop other streams for milliseconds.
     """
-    prepared = await doubted(await asyncio.to_thread(prepare), engine)
+    prepared = await after_first(await asyncio.to_thread(prepare), engine)
     deltas: list[Delta] = []
     if prepared.said:
         yield prepared.said

@@ -164,7 +164,8 @@ class AnswerFit(NamedTuple):
 
     ABSTENTION's first token, or the "No" to DOUBT, gets `intercept + slope * logit(closeness)`. `quote_weight`: the bias of a
     certain quote, see `ragspec.rag.quote_choice`. `mark`: the bias of a quotation mark as the first token. `doubts`: whether a
-    target that answers in its own words is asked DOUBT.
+    target that answers in its own words is asked DOUBT. `retrieval_head`: layer and head that look at the text which answers, see
+    `ragspec.rag.retrieval_head`; `attention_weight`: of the logarithm of a span's share of its attention, beside `SpanFeatures`.
     """
 
     intercept: float = 0.0
@@ -172,6 +173,8 @@ class AnswerFit(NamedTuple):
     quote_weight: float = 0.0
     mark: float = 0.0
     doubts: bool = False
+    retrieval_head: tuple[int, int] | None = None
+    attention_weight: float = 0.0
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -179,7 +182,7 @@ class AnswerFit(NamedTuple):
         if not path.is_file():
             return cls()
         try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
+            return TypeAdapter(cls).validate_python({**json.loads(path.read_text(encoding="utf-8"))})
         except (OSError, ValueError, TypeError) as cause:
             raise ModelError(f"{path} does not hold {', '.join(cls._fields)}: {cause}") from cause
 

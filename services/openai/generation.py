@@ -27,7 +27,7 @@ from fastapi import Request as HttpRequest
 
 from ragspec.core import Completion, Delta, FinishReason, GenerationStats, Request, SamplingParams
 from ragspec.engine.client import completion_of
-from ragspec.rag.steps import said_after
+from ragspec.rag.steps import PreparedQuestion
 from ragspec.speculation import ON, Speculation
 from ragspec.tenants import cache_salt_of
 from services.backend import ServedEngine, ServedModel, ServiceBackend
@@ -94,15 +94,17 @@ class RequestContext:
 
     @asynccontextmanager
     async def generate(
-        self, requests: Sequence[Request], retrieve_s: float = 0.0, *, said: str = "", doubt: Request | None = None
+        self, requests: Sequence[Request], retrieve_s: float = 0.0, prepared: PreparedQuestion | None = None
     ) -> AsyncIterator[EngineStream]:
         """Runs the requests in the engine within the key's limits; returns unused tokens to the key at the end.
 
-        `said`: the answer, if it is known already; then no engine runs. `doubt`: runs first, and may make an answer known.
+        `prepared`: the question of the only request. Its first request runs before, and may make the answer known; then no engine
+        writes it. The tokens of a look are the answer's.
 
         Raises: as `RateLimiter.choices` and `reserve`, and as `EngineStream`.
         """
         metrics, limiter = self.model.metrics, self.backend.rate_limiter
+        doubt = prepared.doubt if prepared else None
         reserved = [*requests, doubt] if doubt else requests
         num_prompt = sum(len(request.prompt_ids) for request in reserved)
         max_tokens = sum(request.params.max_tokens * request.params.n for request in reserved)
@@ -111,16 +113,17 @@ class RequestContext:
             reservation = limiter.reserve(self.caller, num_prompt, max_tokens)
             metrics.handed_over(time.perf_counter() - self.begin_s - retrieve_s)
             streams: list[EngineStream] = []
-            doubt_stats = None
             try:
-                if doubt:
-                    streams.append(EngineStream(self.model.engine, [doubt], self.mailbox, metrics))
+                if prepared and prepared.first:
+                    streams.append(EngineStream(self.model.engine, [prepared.first], self.mailbox, metrics))
                     async with streams[0] as first:
                         (completion,) = await first.completions()
-                    said, doubt_stats = said_after(completion), completion.stats
-                    metrics.worked(doubt_stats)
-                engine = KnownAnswer(said) if said else self.model.engine
-                streams.append(EngineStream(engine, requests, self.mailbox, metrics, max_waiting, doubt_stats))
+                    if doubt:
+                        metrics.worked(completion.stats)
+                    prepared = await asyncio.to_thread(prepared.after, completion)
+                    requests, streams = [prepared.request], streams if doubt else []
+                engine = KnownAnswer(prepared.said) if prepared and prepared.said else self.model.engine
+                streams.append(EngineStream(engine, requests, self.mailbox, metrics, max_waiting, prepared))
                 async with streams[-1] as stream:
                     yield stream
             finally:
@@ -193,10 +196,10 @@ class EngineStream:
         mailbox: DeltaMailbox,
         metrics: Metrics,
         max_waiting_tokens: int | None = None,
-        doubt_stats: GenerationStats | None = None,
+        prepared: PreparedQuestion | None = None,
     ) -> None:
-        """`max_waiting_tokens` None: no limit, for an answer that is sent whole. `doubt_stats` as in `GenerationStats`."""
-        self._doubt_stats = doubt_stats
+        """`max_waiting_tokens` None: no limit, for an answer that is sent whole. `prepared`: the question of the only request."""
+        self._prepared = prepared
         self._engine, self._requests, self._mailbox = engine, requests, mailbox
         self._metrics, self._max_waiting = metrics, max_waiting_tokens
         self._deltas: dict[ChoiceKey, list[Delta]] = {(r.id, choice): [] for r in requests for choice in r.choices}
@@ -276,7 +279,7 @@ class EngineStream:
     def completion(self, key: ChoiceKey) -> Completion:
         """The output of a choice that has ended."""
         completion = completion_of(self._deltas[key])
-        return replace(completion, stats=replace(completion.stats, doubt=self._doubt_stats))
+        return replace(completion, stats=self._prepared.counted(completion)) if self._prepared else completion
 
     def deltas(self, key: ChoiceKey) -> Sequence[Delta]:
         """All deltas of a choice so far."""

@@ -96,6 +96,9 @@ def outputs(target: Target) -> dict[str, np.ndarray]:
     found["states"] = taps[FINAL].cpu().numpy()
     unread = target.forward_tapped(batch.token_ids, batch.metadata, batch.logit_rows[:0], (FINAL,))[1][FINAL]
     found["unread"] = unread.cpu().numpy()
+    last, heads = first.slots, [(1, 0), (1, 7)]
+    assert target.has_heads(heads)
+    found["attention"] = np.array(target.attention_of(heads, {1: taps[FINAL][1]}, last))
     return found
 
 

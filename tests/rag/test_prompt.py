@@ -46,9 +46,9 @@ def test_texts_without_control_tokens_are_laid_out_as_transformers_does(
 ) -> None:
     """The short way past transformers took a text for a control token, or added the tokenizer's own beginning."""
     builder, whole = PromptBuilder(kind, 512), PromptBuilder(kind, 512)
-    whole._fast = None
+    whole.fast = None
     messages = [Message("system", text), Message("user", "When?"), Message("assistant", text), Message("user", text)]
-    assert builder._fast is not None
+    assert builder.fast is not None
     for end in (2, 4):
         assert builder.tokens(messages[:end]) == whole.tokens(messages[:end])
     assert builder.answered(messages[:3]) == whole.answered(messages[:3])

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from stand_ins import Clock
 from starlette.datastructures import Headers
@@ -16,6 +17,9 @@ from starlette.datastructures import Headers
 from ragspec.core import Delta, FinishReason, GenerationStats, Request, SamplingParams
 from ragspec.errors import EngineError
 from ragspec.rag.openai_fields import usage
+from ragspec.rag.prompt import Prompt
+from ragspec.rag.retrieval_head import Look, PassageTokens
+from ragspec.rag.steps import PreparedQuestion
 from ragspec.rag.wording import ABSTENTION
 from services import gateway
 from services.errors import ApiError
@@ -120,14 +124,64 @@ def context_of(limiter: RateLimiter, submit: Callable[[Request, Callable[[Delta]
     return SimpleNamespace(model=model, backend=backend, body=body, **shared)
 
 
+def asked(request: Request, **first: Any) -> PreparedQuestion:
+    prompt = Prompt.of(request.prompt_ids, (), (), "rank")
+    return PreparedQuestion("Why?", prompt, request, "", (), 0.0, 0.0, Mock(), "", None, **first)
+
+
+def look_at(request: Request, params: SamplingParams) -> Look:
+    return Look(request, PassageTokens(np.empty(0), np.empty(0), {}), lambda seen: params)
+
+
+async def test_a_look_costs_the_answers_prompt_once(clock: Clock) -> None:
+    """A key's minute was used up twice as fast, and usage said that nearly all of a new prompt had been cached."""
+    seen = list[Request]()
+
+    def submit(request: Request, listener: Callable[[Delta], None]) -> None:
+        seen.append(request)
+        stats = GenerationStats(
+            len(request.prompt_ids), num_cached_tokens=2 if len(seen) == 1 else 9, num_output_tokens=1
+        )
+        listener(Delta(request.id, 0, (7,), "It", (), FinishReason.STOP, stats, attention=((1.0,),)))
+
+    limiter = limiter_of(clock, tokens_per_minute=100)
+    request, biased = Request("a", (5,) * 10, SamplingParams(max_tokens=60)), SamplingParams(max_tokens=60, seed=3)
+    look = look_at(Request("b", (5,) * 11), biased)
+    async with RequestContext.generate(
+        context_of(limiter, submit), [request], prepared=asked(request, look=look)
+    ) as stream:
+        (completion,) = await stream.completions()
+    assert [each.id for each in seen] == ["b", "a"] and seen[1].params == biased
+    told = usage([completion.stats])
+    assert (told["prompt_tokens"], told["prompt_tokens_details"]["cached_tokens"], told["total_tokens"]) == (10, 2, 11)
+    limiter.reserve(ANN, 89, 0)
+    with pytest.raises(ApiError):
+        limiter.reserve(ANN, 1, 0)
+
+
 async def test_a_first_question_that_fails_gives_the_answers_tokens_back(clock: Clock) -> None:
     """A client that left while the passages were judged had its key's minute used up by an answer that nobody wrote."""
     context = context_of(limiter_of(clock, tokens_per_minute=170), Mock(side_effect=EngineError("lost")))
     request = Request("a", (5,) * 10, SamplingParams(max_tokens=60))
-    for _ in range(4):
+    for first in ({"doubt": request}, {"look": look_at(request, request.params)}) * 2:
         with pytest.raises(EngineError):
-            async with RequestContext.generate(context, [request], doubt=request):
+            async with RequestContext.generate(context, [request], prepared=asked(request, **first)):
                 raise AssertionError("it was answered")
+
+
+@pytest.mark.parametrize("kind", ["doubt", "look"])
+async def test_a_client_that_leaves_during_the_first_request_pays_for_its_prompt(clock: Clock, kind: str) -> None:
+    """A key read prompts without end, and no limit refused it."""
+    limiter = limiter_of(clock, tokens_per_minute=200)
+    request, first = (Request(name, (5,) * 60, SamplingParams(max_tokens=1)) for name in "ab")
+    prepared = asked(request, **{kind: first if kind == "doubt" else look_at(first, request.params)})
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            async with RequestContext.generate(context_of(limiter, Mock()), [request], prepared=prepared):
+                raise AssertionError("it was answered")
+    limiter.reserve(ANN, 140, 0)
+    with pytest.raises(ApiError):
+        limiter.reserve(ANN, 1, 0)
 
 
 async def test_a_first_question_counts_in_usage_and_limits(clock: Clock) -> None:
@@ -141,7 +195,8 @@ async def test_a_first_question_counts_in_usage_and_limits(clock: Clock) -> None
     limiter = limiter_of(clock, tokens_per_minute=100)
     request = Request("a", (5,) * 10, SamplingParams(max_tokens=60))
     doubt = Request("b", (5,) * 14, SamplingParams(max_tokens=1))
-    async with RequestContext.generate(context_of(limiter, submit), [request], doubt=doubt) as stream:
+    context = context_of(limiter, submit)
+    async with RequestContext.generate(context, [request], prepared=asked(request, doubt=doubt)) as stream:
         (completion,) = await stream.completions()
     assert completion.text == ABSTENTION
     told = usage([completion.stats])

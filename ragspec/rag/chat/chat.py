@@ -148,29 +148,31 @@ class Chat:
         own_words = prompts.rules.follow_ups == "cited" and self._config.history != "hidden"
         asked = user_question if own_words else question
         read_on = latest_quote(context.history, history.shown) if question != user_question else None
-        params = prompts.biased(
-            turn.params, asked, prompt, context.closeness, used, holds_quotes=bool(grammar), latest=read_on
-        )
+        choice = asked, prompt, context.closeness, used
+        biased = partial(prompts.biased, turn.params, *choice, holds_quotes=bool(grammar), latest=read_on)
         request = Request(
             turn.id,
             prompt.prompt_ids,
-            params,
+            turn.params,
             steps.copy_sources(user_question, prompt.passages, earlier, predicted),
             turn.salt,
             turn.speculation,
             grammar=grammar,
             affinity=turn.conversation or history.keys[0],
         )
-        found = context.generation, context.missing, retrieve_s, time.perf_counter() - begin - retrieve_s
         judged = None if context.num_further else context.closeness  # the doubt knows the scores of whole questions
         close = judged if prompts.rules.follow_ups == "carried" else context.closeness  # a carried passage has none
         language = prompts.unknown_language(user_question)
         found_none = prompts.rules.says_none_found and context.found_none
         said = steps.abstention(turn.params, context.passages, close, turn.abstain_below, language, found_none)
-        built = user_question, prompt, request, *found, prompts, said, context.closeness
         build = partial(self._prompt, prompts, system, context, user_question + DOUBT, question + DOUBT, 1, order)
         doubt = None if said else prompts.doubt(build, prompt, judged, request)
-        return PreparedTurn(*built, turn, question, history, num_deletions, searched, times=context.times, doubt=doubt)
+        look = None if said else prompts.look(prompt, request, biased)
+        request = request if look else replace(request, params=biased())
+        found = context.generation, context.missing, retrieve_s, time.perf_counter() - begin - retrieve_s
+        built = user_question, prompt, request, *found, prompts, said, context.closeness
+        own = turn, question, history, num_deletions, searched
+        return PreparedTurn(*built, *own, times=context.times, doubt=doubt, look=look)
 
     def answers(self, prepared: PreparedTurn, completions: Sequence[Completion]) -> tuple[list[Answer], bool]:
         """The cited answers of these choices, and whether the first choice, with which the conversation goes on, was stored."""
@@ -445,8 +447,7 @@ class ChatSession(steps.Closeable):
 
         Raises: InputError, PromptTooLong, NotFound, RetrievalError, StoreError, EngineError.
         """
-        (prepared,) = steps.all_doubted([self._prepare(question, params, **options)], self._engine)
-        completions = steps.said_completions(prepared) or self._engine.generate([prepared.request])
+        ((prepared, completions),) = steps.generate_answers([self._prepare(question, params, **options)], self._engine)
         return self._finish(prepared, completions[0])
 
     def stream(
