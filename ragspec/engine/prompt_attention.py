@@ -21,6 +21,7 @@ from ragspec.errors import ModelError
 from ragspec.numerics.attention import AttentionShape
 
 Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
 _NONE = np.empty(0, np.float32)
 
 
@@ -62,20 +63,21 @@ class PromptAttention:
         """
         query = self._queries[place]
         assert query is not None
-        # Why einsum: the order of its sums depends on no number of threads
-        states = np.einsum("dh,h->d", query.weight, self._normalised(stream.float().cpu().numpy(), query.norm))
+        # Why einsum: the order of its sums depends on no number of threads. Why float64: processors differ in that order, and
+        # what follows is rounded to far fewer digits
+        states = np.einsum("dh,h->d", query.weight, self._normalised(stream.double().cpu().numpy(), query.norm))
         states = states + query.bias if len(query.bias) else states
         states = self._normalised(states, query.own_norm) if len(query.own_norm) else states
-        cos, sin = (table[len(keys) - 1].float().cpu().numpy() for table in self._rotations)
+        cos, sin = (table[len(keys) - 1].double().cpu().numpy() for table in self._rotations)
         half = len(states) // 2
         rotated = states * cos + np.concatenate([-states[half:], states[:half]]) * sin
         seen = keys[-self._window(place[0]) :]
-        scores = np.einsum("td,d->t", seen, rotated).astype(np.float64) * self._shape.scale
+        scores = np.einsum("td,d->t", seen.astype(np.float64), rotated) * self._shape.scale
         exponentials = np.exp(scores - scores.max())
         return (*[0.0] * (len(keys) - len(seen)), *(exponentials / exponentials.sum()).tolist())
 
-    def _normalised(self, states: Floats, weight: Floats) -> Floats:
-        return np.asarray(states / np.sqrt((states * states).mean() + self._config.rms_norm_eps) * weight, np.float32)
+    def _normalised(self, states: Doubles, weight: Floats) -> Doubles:
+        return np.asarray(states / np.sqrt((states * states).mean() + self._config.rms_norm_eps) * weight)
 
     def _window(self, layer: int) -> int:
         """How many positions the layer sees; 0: all."""
