@@ -29,7 +29,7 @@ from ragspec.core import Message, Request, SamplingParams
 from ragspec.disk import write_atomically
 from ragspec.engine.checkpoints.target_files import check_target
 from ragspec.engine.loading import load_engine
-from ragspec.evaluation.target_scores import MAX_NEW_TOKENS, case_scores, model_generate, question_cases
+from ragspec.evaluation.target_scores import MAX_NEW_TOKENS, case_scores, model_answers, question_cases
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.training.conversations import AnswerEncoder, Conversation
 from ragspec.training.heads.frozen_target import FrozenTarget
@@ -172,7 +172,7 @@ def probe(trainer: AdapterTrainer, tokenizer: Any, data_dir: Path) -> dict[str, 
     """Scores of the averaged adapter on two articles that are neither trained nor evaluated on."""
     cases = question_cases(data_dir, PROBE_QUESTIONS, 0, PROBE_ARTICLES)
     with trainer.averaged_model() as model:
-        return case_scores(model_generate(model, tokenizer), *cases)
+        return case_scores(model_answers(model, tokenizer), *cases)
 
 
 if __name__ == "__main__":

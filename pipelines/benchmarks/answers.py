@@ -7,12 +7,12 @@
 """
 
 import argparse
-import itertools
 import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
@@ -22,7 +22,7 @@ from time import perf_counter
 from pipelines.benchmarks.cases.follow_ups import follow_up_cases, read_canard, spread
 from pipelines.benchmarks.cases.labels import measure_alterations
 from pipelines.benchmarks.harness import Metric, Result, Row, Run, Suite, at_least, at_most, equal_to
-from ragspec.config import DraftingConfig, EngineConfig, RetrieverConfig, TargetConfig
+from ragspec.config import DraftingConfig, EngineConfig, PipelineConfig, PromptConfig, RetrieverConfig, TargetConfig
 from ragspec.core import CopySource, Document, Message, Passage, Request, SamplingParams, SourceKind
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
@@ -30,10 +30,10 @@ from ragspec.engine.target import Target
 from ragspec.evaluation import datasets, target_scores
 from ragspec.numerics.threads import num_processors, run_in_thread
 from ragspec.rag.chat.query_rewriter import AskedBefore, rewrite_by_rules
-from ragspec.rag.citations import quote_grammar
 from ragspec.rag.pipeline import Pipeline
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.wording import ABSTENTION, abstains, grammar_messages, parse_answer, question_messages
+from ragspec.rag.steps import PreparedQuestion, Question, RetrievedQuestion, build_request, generate_answers
+from ragspec.rag.wording import ABSTENTION, abstains, grammar_messages, parse_answer
 from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.reading import read_file
@@ -72,8 +72,29 @@ class Answers(ExitStack):
         return Encoder.load(self.run.encoder)
 
     @cached_property
-    def generate(self) -> target_scores.Generate:
-        return engine_generate(self.engine)
+    def prompts(self) -> PromptBuilder:
+        """Of answers that begin with a quote, which the rows judge."""
+        config = PipelineConfig(target=self.run.target, prompts=PromptConfig(layout="quote"))
+        return PromptBuilder.of(self.engine.target.tokenizer, self.engine.max_context_tokens, config)
+
+    def answers(self, cases: Sequence[target_scores.QuestionCase]) -> list[str]:
+        """As served over these passages, greedily. Why without their closeness to the question: they come from no search."""
+        params, prepared = SamplingParams(max_tokens=target_scores.MAX_NEW_TOKENS), list[PreparedQuestion]()
+        for n, case in enumerate(cases):
+            shown = [Passage("", number, text, 0, len(text)) for number, text in enumerate(case.passages)]
+            asked = Asked(f"target-{n}", case.question, params, said=case.said)
+            prepared.append(build_request(RetrievedQuestion(asked, shown, "", 0.0), self.prompts))
+        return [completions[0].text for _, completions in generate_answers(prepared, self.engine)]
+
+    def corrected(self, sentences: Sequence[str]) -> list[str]:
+        """Greedy corrections, which may copy their sentence."""
+        params = SamplingParams(max_tokens=target_scores.MAX_NEW_TOKENS)
+        source, ids_of = partial(CopySource, SourceKind.HISTORY), self.prompts.tokens
+        requests = [
+            Request(f"target-{n}", ids_of(grammar_messages(each)), params, (source(each),))
+            for n, each in enumerate(sentences)
+        ]
+        return [completion.text for completion in self.engine.generate(requests)]
 
     @cached_property
     def asked(self) -> list[DocumentationQuestion]:
@@ -94,24 +115,15 @@ class Answers(ExitStack):
         return self.run.store(documents, self.encoder), datasets.fixed_sample(questions, self.run.count(400, 40))
 
 
-def engine_generate(engine: Engine) -> target_scores.Generate:
-    """Greedy decoding of whole conversations with verbatim quotes; every message may be copied from."""
-    tokenizer = engine.target.tokenizer
-    prompts = PromptBuilder(tokenizer, engine.max_context_tokens)
-    params = SamplingParams(max_tokens=target_scores.MAX_NEW_TOKENS)
+@dataclass(frozen=True, slots=True)
+class Asked(Question):
+    """`said`: the conversation before it."""
 
-    def generate(conversations: list[list[Message]], passages: Sequence[Sequence[str]] = ()) -> list[str]:
-        shown = [[Passage("", n, text, 0, len(text)) for n, text in enumerate(own)] for own in passages]
-        grammars = map(quote_grammar, shown) if passages else itertools.repeat("")
-        requests = []
-        for number, (said, grammar) in enumerate(zip(conversations, grammars, strict=False)):
-            ids = prompts.tokens(said)
-            sources = tuple(CopySource(SourceKind.HISTORY, message.content) for message in said)
-            requests.append(Request(f"target-{number}", ids, params, sources, grammar=grammar))
-        completions = engine.generate(requests)
-        return [str(tokenizer.decode(list(c.token_ids), skip_special_tokens=True)) for c in completions]
+    said: tuple[Message, ...] = ()
 
-    return generate
+    @property
+    def messages(self) -> list[Message]:
+        return [*self.said, Message("user", self.text)]
 
 
 def mixed_passages(texts_by_name: dict[str, list[str]], seed: int) -> list[Passage]:
@@ -265,10 +277,9 @@ def _together(bench: Answers) -> Row:
     """As `_retrieved_documentation`, where the target alone abstains, and where retrieval or the target abstains."""
     store, questions = bench.documentation
     retriever = _abstaining(bench, store)
-    prompts = PromptBuilder(bench.engine.target.tokenizer, bench.engine.max_context_tokens)
     params = SamplingParams(max_tokens=96)
     lost, answered, num_found = Counter[str](), Counter[str](), 0
-    pipeline = Pipeline(retriever, bench.engine, prompts, num_passages=TOP)
+    pipeline = Pipeline(retriever, bench.engine, bench.prompts, num_passages=TOP)
     questions = questions[: bench.run.count(60, 8)]
     for asked in questions:
         others = {"type": "ne", "key": "document.id", "value": asked.path}
@@ -293,19 +304,17 @@ def _together(bench: Answers) -> Row:
 def _questions(bench: Answers) -> Row:
     count = bench.run.count(500, 8)
     return {"num_questions": count} | target_scores.case_scores(
-        bench.generate, *target_scores.question_cases(bench.data, count, bench.run.seed)
+        bench.answers, *target_scores.question_cases(bench.data, count, bench.run.seed)
     )
 
 
 def _answered_follow_ups(bench: Answers) -> Row:
     """Quotes that hold the answer, of standalone questions and of the same as follow-ups, and the difference in points."""
     asked = follow_up_cases(bench.data / "canard/dev.json", bench.run.count(250, 6), bench.run.seed)
-    cases = [case for case, _ in asked]
-    alone = target_scores.answers_to(bench.generate, cases)
-    followed = bench.generate([dialogue for _, dialogue in asked], [case.passages for case in cases])
-    right, later = (target_scores.question_scores(cases, each)["quote_has_answer"] for each in (alone, followed))
+    both = map(list, zip(*asked, strict=True))
+    right, later = (target_scores.question_scores(own, bench.answers(own))["quote_has_answer"] for own in both)
     return {
-        "num_questions": len(cases),
+        "num_questions": len(asked),
         "standalone_right": right,
         "followup_right": later,
         "followup_gap": 100 * (right - later),
@@ -316,10 +325,9 @@ def _corrections(bench: Answers) -> Row:
     """GLEU on JFLEG dev of the outputs and of the untouched source (0 to 100), and the edit rate on correct sentences."""
     sentences = datasets.jfleg_sentences(bench.data, bench.run.count(754, 8))
     clean = datasets.clean_sentences(bench.data, bench.run.count(200, 8))
-    outputs = bench.generate([grammar_messages(sentence.text) for sentence in sentences])
-    corrected, untouched = target_scores.jfleg_gleu(sentences, outputs)
-    kept = bench.generate([grammar_messages(sentence) for sentence in clean])
-    edits = sum(target_scores.edit_distance(a.split(), b.split()) for a, b in zip(clean, kept, strict=True))
+    corrected, untouched = target_scores.jfleg_gleu(sentences, bench.corrected([each.text for each in sentences]))
+    kept = zip(clean, bench.corrected(clean), strict=True)
+    edits = sum(target_scores.edit_distance(a.split(), b.split()) for a, b in kept)
     return {
         "num_sentences": len(sentences),
         "gleu_jfleg_dev": corrected,
@@ -333,13 +341,11 @@ def _documentation(bench: Answers) -> Row:
     rng = random.Random(bench.run.seed)
     asked = evaluation_questions(bench.data / "docs")
     asked = rng.sample(asked, min(bench.run.count(500, 8), len(asked)))
-    shown = []
-    for question in asked:
-        passages = [question.passage, *question.others[:2]]
-        shown.append(rng.sample(passages, len(passages)))
-    prompts = [question_messages(question.question, passages) for question, passages in zip(asked, shown, strict=True)]
-    outputs = bench.generate(prompts, shown)
-    right = [is_right(question.quote, output) for question, output in zip(asked, outputs, strict=True)]
+    cases = list[target_scores.QuestionCase]()
+    for each in asked:
+        shown = rng.sample(own := [each.passage, *each.others[:2]], len(own))
+        cases.append(target_scores.QuestionCase(each.question, shown, 1 + shown.index(each.passage), [each.quote]))
+    right = [is_right(each.quote, output) for each, output in zip(asked, bench.answers(cases), strict=True)]
     return {"num_questions": len(asked), "documentation_right": target_scores.mean(right)}
 
 

@@ -1,10 +1,10 @@
 """Scores of a target on held-out questions, for training and for the suite `answers`; and the measures of answers and
 corrections: SQuAD's normalisation, EM and F1, GLEU, edit distance, perplexity.
 
-Owns the questions with their passages and the judgement of outputs. The text comes from a `generate` callable, so a model of
-transformers, the engine or a test's double can be scored alike. The adapter's recipe trains on none of the questions.
+Owns the questions with their passages and the judgement of outputs. The text comes from a callable, so a model of transformers,
+the engine or a test's double can be scored alike. The adapter's recipe trains on none of the questions.
 
-    >>> case_scores(model_generate(model, tokenizer), *question_cases(data_dir, 48, seed=0))["quote_exact"]
+    >>> case_scores(model_answers(model, tokenizer), *question_cases(data_dir, 48, seed=0))["quote_exact"]
 """
 
 import math
@@ -12,10 +12,10 @@ import random
 import re
 import string
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -141,20 +141,19 @@ PASSAGE_WORDS = 120
 EVAL_ARTICLES = slice(-mixture.NUM_EVAL_ARTICLES, None)
 
 
-class Generate(Protocol):
-    """Answers to conversations; `passages`: those that the last message of each conversation shows, where it shows any."""
-
-    def __call__(self, conversations: list[list[Message]], passages: Sequence[Sequence[str]] = ()) -> list[str]: ...
-
-
 @dataclass(frozen=True)
 class QuestionCase:
-    """One question with its passages; `answers` is empty if the passages hold no answer."""
+    """One question with its passages; `answers` is empty if the passages hold no answer. `said`: the conversation before it,
+    in which passages are messages of the role context."""
 
     question: str
     passages: list[str]
     gold: int
     answers: list[str]
+    said: tuple[Message, ...] = ()
+
+
+Answering = Callable[[Sequence[QuestionCase]], list[str]]
 
 
 def question_cases(
@@ -204,21 +203,21 @@ def _first_passage(text: str) -> str:
 
 
 def case_scores(
-    generate: Generate, answerable: list[QuestionCase], unanswerable: list[QuestionCase]
+    answering: Answering, answerable: list[QuestionCase], unanswerable: list[QuestionCase]
 ) -> dict[str, float]:
     """Quotes of the answerable questions, and abstentions."""
-    outputs = answers_to(generate, answerable + unanswerable)
+    outputs = answering(answerable + unanswerable)
     answered, refused = outputs[: len(answerable)], outputs[len(answerable) :]
     half = len(unanswerable)  # as many answerable as unanswerable questions, so that precision means something
     abstentions = abstention_scores(answerable[:half] + unanswerable, answered[:half] + refused)
     return question_scores(answerable, answered) | abstentions
 
 
-def model_generate(model: Any, tokenizer: Any, batch_tokens: int = 12_000) -> Generate:
-    """Greedy decoding with a loaded model, in batches of similar length. Quotes are free: `passages` are not read."""
+def model_answers(model: Any, tokenizer: Any, batch_tokens: int = 12_000) -> Answering:
+    """Greedy answers of a loaded model to single questions, in batches of similar length. Nothing holds quotes to passages."""
 
-    def generate(conversations: list[list[Message]], passages: Sequence[Sequence[str]] = ()) -> list[str]:
-        asked = [[asdict(message) for message in each] for each in conversations]
+    def answers(cases: Sequence[QuestionCase]) -> list[str]:
+        asked = [[asdict(each) for each in question_messages(case.question, case.passages)] for case in cases]
         prompts = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in asked]
         ids = [tokenizer(p, add_special_tokens=False)["input_ids"] for p in prompts]
         outputs = [""] * len(ids)
@@ -230,7 +229,7 @@ def model_generate(model: Any, tokenizer: Any, batch_tokens: int = 12_000) -> Ge
                 outputs[i] = str(tokenizer.decode(row, skip_special_tokens=True))
         return outputs
 
-    return generate
+    return answers
 
 
 def _length_batches(ids: list[list[int]], batch_tokens: int) -> Iterator[list[int]]:
@@ -242,11 +241,6 @@ def _length_batches(ids: list[list[int]], batch_tokens: int) -> Iterator[list[in
         batch.append(i)
     if batch:
         yield batch
-
-
-def answers_to(generate: Generate, cases: list[QuestionCase]) -> list[str]:
-    prompts = [question_messages(case.question, case.passages) for case in cases]
-    return generate(prompts, [case.passages for case in cases])
 
 
 def question_scores(cases: list[QuestionCase], outputs: list[str]) -> dict[str, float]:

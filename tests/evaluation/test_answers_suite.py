@@ -21,6 +21,7 @@ from ragspec.config import EncoderConfig, IndexConfig, RetrieverConfig, TargetCo
 from ragspec.core import Completion, Document, FinishReason, GenerationStats, Passage, Request, SourceKind
 from ragspec.errors import InputError
 from ragspec.evaluation.datasets import held_out_articles
+from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.wording import ABSTENTION
 from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.index.store import Store
@@ -99,7 +100,7 @@ def test_an_abstention_of_either_counts_as_one(tmp_path: Path, tiny_dir: Path, m
     lone = asked("What opens at nine on weekdays and closes at noon?", OPEN, "mill.md")  # the other file answers it too
     bench = bench_over(tmp_path, texts, [floor, mill, lone])
     bench.engine = Scripted()
-    bench.engine.target = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(tiny_dir))
+    bench.prompts = PromptBuilder(AutoTokenizer.from_pretrained(tiny_dir), bench.engine.max_context_tokens)
     measured = answers._together(bench)
     assert measured["wrongly_answered_together"] == measured["good_answers_lost_together"] == pytest.approx(1 / 3)
     assert measured["wrongly_answered_target"] == pytest.approx(2 / 3)

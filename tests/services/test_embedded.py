@@ -1,7 +1,6 @@
 """One process: how it starts, refuses to start, stops, and is stopped in the middle of an answer."""
 
 import contextlib
-import gc
 import json
 import os
 import signal
@@ -224,7 +223,6 @@ def printed(
     umask = os.umask(0o022)
     yield start
     os.umask(umask)
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_follow_ups_are_asked_as_the_chat_asks_them(data: Path) -> None:
     """A gap between two layouts says nothing about follow-ups."""
     prompts = PromptBuilder(chat_tokenizer(), 8192)
     cases = follow_up_cases(data / "canard/dev.json", 9, 0)
-    for case, dialogue in cases:
+    for case, followed in cases:
         passages = [Passage("d", n, text, 0, len(text)) for n, text in enumerate(case.passages)]
         town = case.question.split()[-1].strip(".")
         said = [
@@ -92,7 +92,8 @@ def test_follow_ups_are_asked_as_the_chat_asks_them(data: Path) -> None:
         ]
         history = [PastTurn(*pair, tuple(passages)) for pair in [*said, ("Is it old?", ABSTENTION)]]
         chat = build_chat_prompt(prompts, "", history, "Who crosses it?", passages, 8)
-        assert chat.prompt_ids == prompts.tokens(dialogue)
+        asked = [*followed.said, Message("user", followed.question)]
+        assert chat.prompt_ids == prompts.build(asked, passages, 8).prompt_ids
         assert case.answers[0] in case.passages[case.gold - 1]
     assert len(cases) == sum(is_for_evaluation(f"Town{n}") for n in range(20)) >= 3
 
@@ -107,11 +108,9 @@ def test_no_article_is_both_trained_and_evaluated_on(data: Path) -> None:
 def test_a_target_that_ignores_the_dialogue_has_the_whole_gap(data: Path) -> None:
     """A gap of the wrong sign would make the worst target look best."""
 
-    def generate(prompts: list[list[Message]], passages: object = ()) -> list[str]:
-        golds = [case for case, _ in follow_up_cases(data / "canard/dev.json", 3, 0)]
-        right = [quoted_answer(case.answers[0], case.gold) for case in golds]
-        return [text if len(prompt) == 2 else "Which one?" for prompt, text in zip(prompts, right, strict=True)]
+    def reply(cases: list[QuestionCase]) -> list[str]:
+        return ["Which one?" if case.said else quoted_answer(case.answers[0], case.gold) for case in cases]
 
-    bench: Any = SimpleNamespace(run=Run(TargetConfig(), data, num_prompts=3), data=data, generate=generate)
+    bench: Any = SimpleNamespace(run=Run(TargetConfig(), data, num_prompts=3), data=data, answers=reply)
     found = answers._answered_follow_ups(bench)
     assert (found["standalone_right"], found["followup_right"], found["followup_gap"]) == (1.0, 0.0, 100.0)

@@ -10,6 +10,7 @@ import hashlib
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -18,7 +19,7 @@ from ragspec.core import Document, Heading, Message
 from ragspec.evaluation.datasets import lines_of, parse_json
 from ragspec.evaluation.target_scores import QuestionCase
 from ragspec.rag.chat.conversations import QaPair
-from ragspec.rag.wording import ABSTENTION, numbered, quoted_answer, system_text, user_text
+from ragspec.rag.wording import ABSTENTION, numbered, quoted_answer
 from ragspec.training.documentation import is_for_evaluation
 from ragspec.training.sentences import normalise, split_sentences
 
@@ -78,7 +79,7 @@ def spread(questions: Sequence[FollowUp], max_count: int | None) -> list[FollowU
     return [questions[number * len(questions) // count] for number in range(count)]
 
 
-def follow_up_cases(path: Path, count: int, seed: int) -> list[tuple[QuestionCase, list[Message]]]:
+def follow_up_cases(path: Path, count: int, seed: int) -> list[tuple[QuestionCase, QuestionCase]]:
     """Follow-up questions of CANARD's evaluation articles: made standalone by a person, and as the end of their dialogue.
 
     Both come with the same passages: the page of the dialogue, which is all its answers in random order, and the pages of two
@@ -97,7 +98,8 @@ def follow_up_cases(path: Path, count: int, seed: int) -> list[tuple[QuestionCas
         for asked in turns:
             answer = normalise(golds[asked.gold].text)
             if len(answer.split()) in FOLLOW_UP_ANSWER_WORDS and any(answer in s for s in split_sentences(page)):
-                cases.append((QuestionCase(asked.rewrite, passages, gold, [answer]), _dialogue(asked, passages, gold)))
+                case = QuestionCase(asked.rewrite, passages, gold, [answer])
+                cases.append((case, replace(case, question=asked.question, said=_said(asked, passages, gold))))
     return rng.sample(cases, min(count, len(cases)))
 
 
@@ -108,10 +110,10 @@ def _page(turns: list[FollowUp], golds: dict[str, Document], rng: random.Random)
     return " ".join(rng.sample(texts, len(texts)))
 
 
-def _dialogue(asked: FollowUp, passages: list[str], gold: int) -> list[Message]:
-    """The prompt of the product's chat: each question with its passages, each answer as a quote."""
-    messages = [Message("system", system_text())]
+def _said(asked: FollowUp, passages: list[str], gold: int) -> tuple[Message, ...]:
+    """The turns as the product's chat shows them: each question with its passages, each answer as a quote."""
+    messages, shown = list[Message](), Message("context", numbered(passages))
     for turn in asked.said:
         told = ABSTENTION if NO_ANSWER.match(turn.answer) else quoted_answer(normalise(turn.answer), gold)
-        messages += [Message("user", user_text(turn.question, numbered(passages))), Message("assistant", told)]
-    return [*messages, Message("user", user_text(asked.question, numbered(passages)))]
+        messages += [Message("user", turn.question), shown, Message("assistant", told)]
+    return tuple(messages)
