@@ -10,10 +10,8 @@ paragraphs and passages of documentation beside two that are alike. Prints `retr
 """
 
 import json
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, cast
 
@@ -21,25 +19,22 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from pipelines.train_quote_choice import Quoted, documentation, holds_quote, paragraphs
+from pipelines.train_quote_choice import Shown, beside_alike, documentation, over_index, paragraphs
 from pipelines.train_ranking import questions_with_facts
 from ragspec import Pipeline
 from ragspec.config import DEFAULT_TARGET, PipelineConfig
-from ragspec.core import Passage, Request, SamplingParams
-from ragspec.evaluation.datasets import fixed_sample
-from ragspec.evaluation.questions import holds_answer
+from ragspec.core import Request, SamplingParams
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.quotable import quotable_runs
 from ragspec.rag.quote_choice import WEIGHTS, span_features
 from ragspec.rag.retrieval_head import PassageTokens, SpanAttention
-from ragspec.training.documentation import Neighbours
 
 _DISTRACTORS = 2
 _GRID = np.arange(0.0, 1.55, 0.1)
 _PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
 
 
-class Shown(NamedTuple):
+class Scored(NamedTuple):
     """The spans of a question's prompt. Shapes: scores, gold [spans]; log_shares [heads, spans]."""
 
     scores: NDArray[np.float64]
@@ -56,14 +51,14 @@ class Prober:
         shapes = self._engine.target.shapes
         self.heads = tuple((layer, head) for layer, shape in enumerate(shapes) for head in range(shape.num_heads))
 
-    def shown(
-        self, question: str, passages: Sequence[Passage], answers: Callable[[Passage, int, int], bool]
-    ) -> Iterator[Shown]:
-        """Nothing if no span answers, or the attention cannot be read. `answers`: whether a span of a passage does."""
-        runs = [(passage, run) for passage in passages for run in quotable_runs(passage)]
+    def scored(self, shown: Shown) -> Iterator[Scored]:
+        """Nothing if no span answers, or the attention cannot be read."""
+        runs = [(passage, run) for passage in shown.passages for run in quotable_runs(passage)]
         spans = [(passage, *span) for passage, run in runs for span in run]
-        gold = np.array([answers(*span) for span in spans], bool)
-        prompt = self._prompts.build(question, passages, 96)
+        names = {passage: str(n) for n, passage in enumerate(shown.passages)}
+        told_apart = [(replace(passage, document_id=names[passage]), run) for passage, run in runs]
+        gold = np.array([shown.answers(*span) for span in spans], bool)
+        prompt = self._prompts.build(shown.question, shown.passages, 96)
         tokens = PassageTokens.of(prompt.prompt_ids, prompt.passages, self._prompts.fast)
         if not gold.any() or prompt.dropped or tokens is None:
             return
@@ -71,33 +66,11 @@ class Prober:
         (seen,) = self._engine.generate([Request("probe", ids, _PARAMS, attention_heads=self.heads)])
         rows = [SpanAttention(tokens, row).log_shares(spans) for row in seen.attention]
         if rows:
-            scores = span_features(question, runs, symbols=True, places=True, by_blocks=True) @ np.array(WEIGHTS)
-            yield Shown(scores, gold, np.array(rows))
+            features = span_features(shown.question, told_apart, symbols=True, places=True, by_blocks=True)
+            yield Scored(features @ np.array(WEIGHTS), gold, np.array(rows))
 
 
-def asked_about(pipeline: Pipeline, prober: Prober, paths: Sequence[Path]) -> Iterator[Shown]:
-    for asked in questions_with_facts(paths):
-
-        def answers(passage: Passage, start: int, end: int, asked: Any = asked) -> bool:
-            return holds_answer(asked, passage, passage.text[start:end])
-
-        yield from prober.shown(asked.question, pipeline.retrieve(asked.question), answers)
-
-
-def of_passages(prober: Prober, asked: Sequence[Quoted], count: int) -> Iterator[Shown]:
-    """Of a fixed sample of questions, whose passages stand beside others that are alike."""
-    passages = list({each.passage.text: each.passage for each in asked}.values())
-    neighbours = Neighbours([passage.text for passage in passages])
-    for each in fixed_sample(list(asked), count):
-        near = (passages[place] for place in neighbours.nearest(each.question, 2 * _DISTRACTORS))
-        other = [passage for passage in near if each.quote not in passage.text][:_DISTRACTORS]
-        together = [replace(passage, document_id=str(n)) for n, passage in enumerate([each.passage, *other])]
-        own = Quoted(each.question, together[0], each.quote)
-        random.Random(each.question).shuffle(together)
-        yield from prober.shown(each.question, together, partial(holds_quote, own))
-
-
-def share_right(shown: Sequence[Shown], head: int, weight: float) -> float:
+def share_right(shown: Sequence[Scored], head: int, weight: float) -> float:
     """The share of questions whose likeliest span answers."""
     right = [each.gold[(each.scores + weight * each.log_shares[head]).argmax()] for each in shown]
     return round(float(np.mean(right)), 3)
@@ -117,8 +90,9 @@ def main(
     others = [*([list(paragraphs(data))] if data else []), *([list(documentation(rows))] if rows else [])]
     with Pipeline.from_config(PipelineConfig.model_validate(settings)) as pipeline:
         prober = Prober(pipeline)
-        sets = [list(asked_about(pipeline, prober, questions))]
-        sets += [list(of_passages(prober, each, count)) for each in others]
+        asked = [over_index(questions_with_facts(questions), pipeline.retrieve)]
+        asked += [beside_alike(each, count, _DISTRACTORS) for each in others]
+        sets = [[scored for shown in each for scored in prober.scored(shown)] for each in asked]
     alone = np.sum([each.gold[each.log_shares.argmax(1)] for each in sets[0]], 0)  # [heads]
     head = int(alone.argmax())
     shares = {float(weight): [share_right(each, head, weight) for each in sets] for weight in _GRID}

@@ -10,7 +10,8 @@ Prints the weights, and the share of questions whose best span holds their quote
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -39,6 +40,14 @@ class Quoted(NamedTuple):
     quote: str
 
 
+class Shown(NamedTuple):
+    """A question and the passages of its prompt. `answers`: whether a span of one of them does."""
+
+    question: str
+    passages: Sequence[Passage]
+    answers: Callable[[Passage, int, int], bool]
+
+
 def documentation(rows: Path) -> Iterator[Quoted]:
     for row in json_lines(rows):
         if row["quote"]:
@@ -57,32 +66,33 @@ def _passage(text: str, title: str, heading: str = "") -> Passage:
     return Passage("", 0, text, 0, len(text), title, heading=heading)
 
 
-def candidates_of(asked: Sequence[Quoted], count: int) -> Candidates:
-    """The spans of a fixed sample of the questions."""
+def beside_alike(asked: Sequence[Quoted], count: int, num_others: int = 1) -> Iterator[Shown]:
+    """A fixed sample of the questions, whose passages stand beside others that are alike."""
     passages = list({each.passage.text: each.passage for each in asked}.values())
     neighbours = Neighbours([passage.text for passage in passages])
-    features, gold, question = list[np.ndarray](), list[bool](), list[int]()
-    for number, each in enumerate(fixed_sample(list(asked), count)):
+    for each in fixed_sample(list(asked), count):
         near = (passages[place] for place in neighbours.nearest(each.question, _NEAREST))
-        other = [passage for passage in near if each.quote not in passage.text][:1]
+        other = [passage for passage in near if each.quote not in passage.text][:num_others]
         shown = random.Random(each.question).sample([each.passage, *other], 1 + len(other))
-        runs = [(passage, run) for passage in shown for run in quotable_runs(passage)]
-        holds = [holds_quote(each, passage, *span) for passage, run in runs for span in run]
-        features.append(span_features(each.question, runs, symbols=True, places=True))
-        gold += holds
-        question += [number] * len(holds)
-    return Candidates(np.concatenate(features), np.array(gold), np.array(question))
+        yield Shown(each.question, shown, partial(holds_quote, each))
 
 
-def shown_candidates(index: Path, asked: Sequence[AskedQuestion]) -> Candidates:
-    """The spans of the passages that a prompt shows for each question."""
-    config = RetrieverConfig(index_dir=str(index))
-    texts = [each.question for each in asked]
-    found = Retriever.from_config(config, EncoderConfig()).retrieve(texts, config.num_passages)
+def over_index(asked: Sequence[AskedQuestion], retrieve: Callable[[str], Sequence[Passage]]) -> Iterator[Shown]:
+    """Each question with the passages that a prompt shows for it."""
+    for each in asked:
+        yield Shown(each.question, retrieve(each.question), partial(_holds_fact, each))
+
+
+def _holds_fact(asked: AskedQuestion, passage: Passage, start: int, end: int) -> bool:
+    return holds_answer(asked, passage, passage.text[start:end])
+
+
+def candidates_of(asked: Iterable[Shown]) -> Candidates:
+    """The spans of all passages of each question."""
     features, gold, question = list[np.ndarray](), list[bool](), list[int]()
-    for number, (each, passages) in enumerate(zip(asked, found.passages, strict=True)):
-        runs = [(passage, run) for passage in passages for run in quotable_runs(passage)]
-        holds = [holds_answer(each, passage, passage.text[slice(*span)]) for passage, run in runs for span in run]
+    for number, each in enumerate(asked):
+        runs = [(passage, run) for passage in each.passages for run in quotable_runs(passage)]
+        holds = [each.answers(passage, *span) for passage, run in runs for span in run]
         features.append(span_features(each.question, runs, symbols=True, places=True))
         gold += holds
         question += [number] * len(holds)
@@ -105,10 +115,14 @@ def main(
     count: Annotated[int, typer.Option(help="Questions of each set.")] = 4000,
 ) -> None:
     """Learn the weights of the choice of quotes."""
+    retriever = Retriever.from_config(config := RetrieverConfig(index_dir=str(index)), EncoderConfig())
+    asked = over_index(
+        questions_with_facts(questions), lambda text: retriever.retrieve([text], config.num_passages).passages[0]
+    )
     sets = {
-        "documentation": candidates_of(list(documentation(rows)), count),
-        "paragraphs": candidates_of(list(paragraphs(data)), count),
-        "questions": shown_candidates(index, questions_with_facts(questions)),
+        "documentation": candidates_of(beside_alike(list(documentation(rows)), count)),
+        "paragraphs": candidates_of(beside_alike(list(paragraphs(data)), count)),
+        "questions": candidates_of(asked),
     }
     weights = learned_weights(SpanFeatures, list(sets.values()))
     words = SpanFeatures(1.0, *[0.0] * (len(SpanFeatures._fields) - 1))

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 ROOT = Path(__file__).resolve().parent.parent
 NUM_THREADS = 2
 SEED = 20260
-unfreeze = gc.unfreeze
+_unfreeze = gc.unfreeze
 gc.disable()  # Why until all tests are collected: it takes a fifth of the imports, and frees nothing
 os.umask(UMASK := os.umask(0o077))
 NO_BFLOAT16 = ("bf16 path needs the cpu support", "no packed bfloat16 product")
@@ -49,13 +49,13 @@ def pytest_collection_finish() -> None:
     """Collections of garbage pass over the libraries that the test modules import: half a second each otherwise."""
     gc.collect()
     gc.freeze()
-    gc.unfreeze = lambda: None  # Why: a service that stops would thaw them all
+    gc.freeze = gc.unfreeze = lambda: None  # Why: a test's service would keep its garbage, or thaw them
     gc.enable()
 
 
 def pytest_sessionfinish() -> None:
     """Libraries in C++ report objects that are still frozen at the end as leaks."""
-    unfreeze()
+    _unfreeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -78,7 +78,8 @@ class Answers(ExitStack):
         return PromptBuilder.of(self.engine.target.tokenizer, self.engine.max_context_tokens, config)
 
     def answers(self, cases: Sequence[target_scores.QuestionCase]) -> list[str]:
-        """As served over these passages, greedily. Why without their closeness to the question: they come from no search."""
+        """Greedy answers by the product's steps, with its look and biases on quotes. Its biases on refusals are left out, as the
+        passages come from no search that scored them; so are a chat's rules for quotes that were given before."""
         params, prepared = SamplingParams(max_tokens=target_scores.MAX_NEW_TOKENS), list[PreparedQuestion]()
         for n, case in enumerate(cases):
             shown = [Passage("", number, text, 0, len(text)) for number, text in enumerate(case.passages)]
@@ -344,7 +345,8 @@ def _documentation(bench: Answers) -> Row:
     cases = list[target_scores.QuestionCase]()
     for each in asked:
         shown = rng.sample(own := [each.passage, *each.others[:2]], len(own))
-        cases.append(target_scores.QuestionCase(each.question, shown, 1 + shown.index(each.passage), [each.quote]))
+        quotes = [each.quote] if each.quote else []
+        cases.append(target_scores.QuestionCase(each.question, shown, 1 + shown.index(each.passage), quotes))
     right = [is_right(each.quote, output) for each, output in zip(asked, bench.answers(cases), strict=True)]
     return {"num_questions": len(asked), "documentation_right": target_scores.mean(right)}
 
