@@ -28,7 +28,7 @@ from ragspec.disk import write_atomically
 from ragspec.errors import InputError
 from ragspec.evaluation.questions import AskedQuestion, judge, read_lines
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.wording import ABSTENTION, DOUBT, AnswerFit, TextRules
+from ragspec.rag.wording import ABSTENTION, TODAYS_DOUBT, AnswerFit, Doubt, TextRules
 
 SLOPES, INTERCEPTS = np.arange(0.0, -3.25, -0.25), np.arange(-30.0, 30.25, 0.25)
 _LEAST_QUESTIONS = 5
@@ -64,7 +64,8 @@ def main(
         case = partial(doubted_case, pipeline, config) if layout == "free" else partial(case_of, pipeline)
         cases = list(filter(None, map(case, asked)))
     intercept, slope = fitted(cases, most_refused)
-    fit = AnswerFit.read(config.target.fit_file)._replace(intercept=intercept, slope=slope, doubts=layout == "free")
+    doubts: Doubt = TODAYS_DOUBT if layout == "free" else ""
+    fit = AnswerFit.read(config.target.fit_file)._replace(intercept=intercept, slope=slope, doubts=doubts)
     if adapter:
         write_atomically(config.target.fit_file, json.dumps(fit._asdict()) + "\n")
     print(json.dumps({**fit._asdict(), **counts(cases, AnswerFit()), **counts(cases, fit, "_fitted")}))
@@ -89,11 +90,11 @@ def case_of(pipeline: Pipeline, asked: AskedQuestion) -> Case | None:
 def doubted_case(pipeline: Pipeline, config: PipelineConfig, asked: AskedQuestion) -> Case | None:
     """As `case_of`, of a target that answers in its own words."""
     engine: Any = pipeline.engine
-    rules = TextRules(fit=AnswerFit(doubts=True), layout="free")
+    rules = TextRules(fit=AnswerFit(doubts=TODAYS_DOUBT), layout="free")
     prompts = PromptBuilder.of(engine.target.tokenizer, engine.max_context_tokens, config).by(rules)
     answer = pipeline.ask(asked.question, SamplingParams(max_tokens=1))  # a fit in place may refuse it
     prompt, request = prompts.build(asked.question, answer.passages, 96), Request("", (), SamplingParams())
-    build = partial(prompts.build, asked.question + DOUBT, answer.passages, 1)
+    build = partial(prompts.build, asked.question + prompts.doubt_words, answer.passages, 1)
     doubt = prompts.doubt(build, prompt, answer.closeness, request)
     if doubt is None or answer.closeness is None:
         return None

@@ -31,11 +31,14 @@ from ragspec.rag.quote_choice import LatestQuote, quote_bias
 from ragspec.rag.retrieval_head import Look, PassageTokens, SpanAttention
 from ragspec.rag.wording import (
     ABSTENTION,
+    DOUBTS,
     FREE_INSTRUCTION,
     GRAMMAR_REQUEST,
     INSTRUCTION,
     QUESTION,
     SHORT_INSTRUCTION,
+    TODAYS_DOUBT,
+    UNKNOWN_CLOSENESS,
     TextRules,
     numbered,
     system_text,
@@ -191,7 +194,8 @@ class PromptBuilder:
             weighted = (seen, fit.attention_weight) if seen else None
             biases = quote_bias(question, best, self.plain_ids, fit.quote_weight, left_out, *chosen_by, weighted)
             params = replace(params, prefix_bias=biases)
-        if closeness is None or params.first_token_bias or not (fit.intercept or fit.slope or fit.mark):
+        is_fitted = (fit.intercept or fit.slope or fit.mark) and fit.doubts != TODAYS_DOUBT  # its odds are of the "No"
+        if closeness is None or params.first_token_bias or not is_fitted:
             return params
         (first, *_), (mark, *_) = self.plain_ids([ABSTENTION, '"'])
         first_biases = {first: fit.abstention_bias(closeness), mark: fit.mark}
@@ -213,13 +217,17 @@ class PromptBuilder:
         shown = Request(name, ids, asked, salt=request.salt, affinity=request.affinity, attention_heads=heads)
         return Look(shown, tokens, biased)
 
+    @property
+    def doubt_words(self) -> str:
+        return DOUBTS.get(self.rules.fit.doubts, "")
+
     def doubt(
         self, build: Callable[[], Prompt], prompt: Prompt, closeness: float | None, request: Request
     ) -> Request | None:
         """The request that asks the target whether the passages of a prompt answer its question; None where no fit says so.
 
-        `build`: the prompt with DOUBT behind the question. `request`: the answer's. Why before the answer: nearly all of both
-        prompts is the same, and read once.
+        `build`: the prompt with `doubt_words` behind the question. `request`: the answer's. Why before the answer: nearly all of
+        both prompts is the same, and read once.
         """
         fit = self.rules.fit
         if not fit.doubts or self.layout != "free" or not prompt.passages or request.params.json_schema:
@@ -229,7 +237,7 @@ class PromptBuilder:
         except InputError:  # the question fills the context
             return None
         ((no, *_),) = self.plain_ids(["No"])
-        odds = fit.abstention_bias(0.5 if closeness is None else closeness)
+        odds = fit.abstention_bias(UNKNOWN_CLOSENESS[fit.doubts] if closeness is None else closeness)
         params = SamplingParams(max_tokens=1, first_token_bias={no: odds})
         name, salt, affinity = uuid.uuid4().hex, request.salt, request.affinity
         return Request(name, asked.prompt_ids, params, salt=salt, grammar=_YES_OR_NO, affinity=affinity)

@@ -36,7 +36,7 @@ from ragspec.rag.answer import Answer, AnswerStats
 from ragspec.rag.prompt import Prompt, PromptBuilder
 from ragspec.rag.retrieval_head import Look
 from ragspec.rag.support import Support, find_support
-from ragspec.rag.wording import ABSTENTION, DOUBT, NOT_SUPPORTED, nothing_close, other_language
+from ragspec.rag.wording import ABSTENTION, NOT_SUPPORTED, nothing_close, other_language
 from ragspec.retrieval.retriever import FROM_MEMORY, RetrievalResult, RetrievalTimes
 from ragspec.retrieval.search.filters import parse_filter
 from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope
@@ -226,7 +226,7 @@ def build_request(retrieved: RetrievedQuestion, prompts: PromptBuilder) -> Prepa
     found_none = prompts.rules.says_none_found and retrieved.found_none
     said = abstention(params, retrieved.passages, retrieved.closeness, question.abstain_below, language, found_none)
     *before, last = question.messages
-    asked = [*before, Message("user", last.content + DOUBT)]
+    asked = [*before, Message("user", last.content + prompts.doubt_words)]
     build = partial(prompts.build, asked, prompt.passages, 1)
     doubt = None if said else prompts.doubt(build, prompt, retrieved.closeness, request)
     look = None if said else prompts.look(prompt, request, biased)

@@ -25,9 +25,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from ragspec.config import DEFAULT_ADAPTER, TargetConfig
@@ -45,8 +45,14 @@ FREE_INSTRUCTION = (
     "the passages write them."
 )
 """Why nothing on passages without an answer: a model of 1.5 B then refused 17 of 39 questions that its passages answer."""
-DOUBT = "\n\nFirst decide: is the answer to this question stated in the passages? Reply only Yes or No."
-"""Behind a question, for targets that answer in their own words."""
+DOUBTS = {
+    "stated": "\n\nFirst decide: is the answer to this question stated in the passages? Reply only Yes or No.",
+    "contained": "\n\nDo the passages contain the information that answers this question? Reply only Yes or No.",
+}
+"""Behind a question, for targets that answer in their own words. "stated": of earlier versions."""
+UNKNOWN_CLOSENESS = {"stated": 0.5, "contained": 0.9}
+"""Stands for that of a follow-up's passages. Of 47 follow-ups, which documents answer, a model of 1.5 B doubts 6 with 0.5, one of
+them answered right otherwise, and 2 with 0.9, neither of them right."""
 SHORT_INSTRUCTION = (
     "You answer questions about documents. Use only the passages. Answer in one short sentence. If the passages do not contain "
     f"the answer, reply: {ABSTENTION}"
@@ -62,6 +68,8 @@ _DASH = "–"
 """Before a short answer: the answer then begins with a space and has the same tokens as in the middle of its sentence."""
 
 FollowUps = Literal["carried", "cited"]
+Doubt = Literal["", "stated", "contained"]
+TODAYS_DOUBT: Doubt = "contained"
 
 _ABSTAINS = re.compile(
     r"(?i)(?:(?:sorry|unfortunately|i'm sorry),? )?(?:(?:none|neither) of )?(?:the |these |your )?(?:given |provided |numbered )?"
@@ -158,21 +166,27 @@ def parse_answer(text: str) -> QuotedAnswer | None:
     return QuotedAnswer(match["quote"], int(match["passage"]), match["short"].strip().rstrip("."))
 
 
+def _doubt(given: Any) -> Any:
+    """Earlier versions knew one doubt."""
+    return ("stated" if given else "") if given in (True, False) else given
+
+
 class AnswerFit(NamedTuple):
     """The biases of a target's answers, in logits. Fitted to the adapter in whose folder it stands, or to a model of the
     catalogue.
 
-    ABSTENTION's first token, or the "No" to DOUBT, gets `intercept + slope * logit(closeness)`. `quote_weight`: the bias of a
-    certain quote, see `ragspec.rag.quote_choice`. `mark`: the bias of a quotation mark as the first token. `doubts`: whether a
-    target that answers in its own words is asked DOUBT. `retrieval_head`: layer and head that look at the text which answers, see
-    `ragspec.rag.retrieval_head`; `attention_weight`: of the logarithm of a span's share of its attention, beside `SpanFeatures`.
+    ABSTENTION's first token, or the "No" to a doubt, gets `intercept + slope * logit(closeness)`. `quote_weight`: the bias of a
+    certain quote, see `ragspec.rag.quote_choice`. `mark`: the bias of a quotation mark as the first token. `doubts`: the key in
+    DOUBTS of what a target that answers in its own words is asked first, or empty. `retrieval_head`: layer and head that look at
+    the text which answers, see `ragspec.rag.retrieval_head`; `attention_weight`: of the logarithm of a span's share of its
+    attention, beside `SpanFeatures`.
     """
 
     intercept: float = 0.0
     slope: float = 0.0
     quote_weight: float = 0.0
     mark: float = 0.0
-    doubts: bool = False
+    doubts: Annotated[Doubt, BeforeValidator(_doubt)] = ""
     retrieval_head: tuple[int, int] | None = None
     attention_weight: float = 0.0
 

@@ -1,6 +1,8 @@
 """The fitted bias on abstention reaches the requests of answers from passages, and no others."""
 
+import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ from small_parts import CONTEXT
 
 from pipelines.fit_abstention import Case, counts, doubted_case, fitted
 from ragspec.config import PipelineConfig, PromptConfig, TargetConfig
-from ragspec.core import Passage, SamplingParams
+from ragspec.core import Passage, Request, SamplingParams
 from ragspec.engine.checkpoints.catalogue import known
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
@@ -16,7 +18,7 @@ from ragspec.errors import ModelError
 from ragspec.evaluation.questions import AskedQuestion
 from ragspec.rag.pipeline import Pipeline
 from ragspec.rag.prompt import Prompt, PromptBuilder
-from ragspec.rag.wording import ABSTENTION, NOTHING_CLOSE, AnswerFit, TextRules
+from ragspec.rag.wording import ABSTENTION, NOTHING_CLOSE, AnswerFit, Doubt, TextRules
 from ragspec.retrieval.retriever import Retriever
 
 PASSAGES = [Passage("d", 0, "The mill is old.", 0, 16)]
@@ -28,7 +30,7 @@ PARAMS = SamplingParams(temperature=1.0)
 def test_a_right_answer_that_a_fit_refuses_is_lost(retriever: Retriever, engine: Engine, target: Target) -> None:
     """A fit in place refused the question, whose answer then counted as wrong: no fit seemed to lose a right answer."""
     config = PipelineConfig(target=target.config, prompts=PromptConfig(layout="free"))
-    rules = TextRules(fit=AnswerFit(intercept=100.0, doubts=True), layout="free")
+    rules = TextRules(fit=AnswerFit(intercept=100.0, doubts="contained"), layout="free")
     asked = AskedQuestion(question="Which mill is old?", fact=r"\S")
     with Pipeline(retriever, engine, PromptBuilder(target.tokenizer, CONTEXT, config.prompts, rules)) as pipeline:
         assert pipeline.ask(asked.question).text == ABSTENTION
@@ -72,14 +74,28 @@ def test_only_answers_from_passages_without_a_bias_of_their_own_are_biased(targe
         assert other.biased(PARAMS, QUESTION, PROMPT, 0.1) == PARAMS
 
 
+@pytest.mark.parametrize(
+    ("doubts", "words", "bias"), [("stated", "stated in", 1.0), ("contained", "contain the", 1.0 - math.log(9))]
+)
+def test_a_doubt_is_in_the_words_of_its_fit(target: Target, doubts: Doubt, words: str, bias: float) -> None:
+    """A conversation begun with a doubt went on with another, or with other odds where its passages' closeness is not known."""
+    rules = TextRules(fit=AnswerFit(1.0, -1.0, doubts=doubts), layout="free")
+    prompts = PromptBuilder(target.tokenizer, CONTEXT, PromptConfig(layout="free"), rules)
+    build = partial(prompts.build, QUESTION + prompts.doubt_words, PASSAGES, 1)
+    asked = prompts.doubt(build, PROMPT, None, Request("", (), PARAMS))
+    assert asked and words in target.tokenizer.decode(asked.prompt_ids)
+    assert list(asked.params.first_token_bias.values()) == pytest.approx([bias])
+
+
 def test_a_fit_belongs_to_its_adapter(tmp_path: Path) -> None:
     """Another model was biased by the default adapter's fit."""
     fits = [AnswerFit.read(PipelineConfig(target=target).target.fit_file) for target in (
         {}, {"adapter": "none"}, {"model": "other"}, {"adapter": str(tmp_path)})]  # fmt: skip
     assert any(fits[0]) and not any(map(any, fits[1:]))
     path = tmp_path / "answer_fit.json"
-    path.write_text('{"slope": -1.5}')
-    assert AnswerFit.read(path) == AnswerFit(slope=-1.5)
+    path.write_text('{"slope": -1.5, "doubts": true}')
+    assert AnswerFit.read(path) == AnswerFit(slope=-1.5, doubts="stated")
+    assert TextRules.from_json({"fit": [0.25, -0.5, 0, 0, True, None, 0]}).fit.doubts == "stated"
     for broken in ("[]", "{", '{"a": 1}'):
         path.write_text(broken)
         with pytest.raises(ModelError, match=r"answer_fit\.json"):

@@ -315,7 +315,7 @@ def test_a_target_says_first_whether_the_passages_answer(
     retriever: Retriever, engine: Engine, target: Target, bias: float
 ) -> None:
     """A question was refused in a batch and answered in a stream, a chat or a job; or asked about JSON, or without a fit."""
-    rules = TextRules(fit=AnswerFit(intercept=bias, doubts=bias != 0.0), layout="free")
+    rules = TextRules(fit=AnswerFit(intercept=bias, doubts="contained" if bias else ""), layout="free")
     prompts, recording = PromptBuilder(target.tokenizer, CONTEXT, PromptConfig(layout="free"), rules), Recording(engine)
     with Pipeline(retriever, recording, prompts, num_passages=2) as pipeline:
         whole = pipeline.ask(QUESTION, GREEDY)

@@ -54,7 +54,7 @@ from ragspec.rag.chat.history import (
 from ragspec.rag.chat.query_rewriter import QueryRewriter
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.support import find_support
-from ragspec.rag.wording import DOUBT, FollowUps
+from ragspec.rag.wording import FollowUps
 from ragspec.retrieval.expansion import JoinedPassage, is_part, widths
 from ragspec.retrieval.retriever import FROM_MEMORY, RetrievalResult, RetrievalTimes
 from ragspec.retrieval.search.filters import ComparisonFilter, CompoundFilter
@@ -165,7 +165,8 @@ class Chat:
         language = prompts.unknown_language(user_question)
         found_none = prompts.rules.says_none_found and context.found_none
         said = steps.abstention(turn.params, context.passages, close, turn.abstain_below, language, found_none)
-        build = partial(self._prompt, prompts, system, context, user_question + DOUBT, question + DOUBT, 1, order)
+        doubted = user_question + prompts.doubt_words, question + prompts.doubt_words
+        build = partial(self._prompt, prompts, system, context, *doubted, 1, order)
         doubt = None if said else prompts.doubt(build, prompt, judged, request)
         look = None if said else prompts.look(prompt, request, biased)
         request = request if look else replace(request, params=biased())
