@@ -1,11 +1,13 @@
 """The adapter's training as a command: probes, refusals, and several workers through Ray Train."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 from safetensors.torch import load_file
 from tiny_target import chat_tokenizer, save_model
@@ -59,16 +61,17 @@ def test_options_reach_the_plan(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_two_workers_write_the_same_adapter_twice(training_data: Path, tmp_path: Path) -> None:
+def test_two_workers_write_the_same_adapter_twice(local_ray: None, training_data: Path, tmp_path: Path) -> None:
     """A worker that draws from the clock, a second writer, or questions between the steps that change them."""
     target = save_model("llama", tmp_path / "target", vocab_size=330, max_position_embeddings=2048)
     chat_tokenizer().save_pretrained(target)
+    environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     adapters = []
     for out, probes in ((tmp_path / "first", 1), (tmp_path / "second", 0)):
         options = f"--target {target} --data {training_data} --out {out} --tokens 5000 --seed 3 --workers 2 --chats 40"
         options += f" --probes {probes}"
         command = [sys.executable, "-m", "pipelines.train_target", *options.split()]
-        subprocess.run(command, cwd=ROOT, check=True, timeout=800)
+        subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=800)
         assert (out / "curves.png").stat().st_size > 1000
         assert json.loads((out / "adapter/adapter_config.json").read_text())["r"] == 32
         adapters.append(load_file(out / "adapter/adapter_model.safetensors"))
