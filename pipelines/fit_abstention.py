@@ -8,8 +8,8 @@
 The questions are those of `ragspec evaluate`, some of them not answerable. Each is answered as if the target never abstained. Its
 features are the log-probability of the abstention's first token over that of the answer's, in the layout "free" that of "No" over
 "Yes", and the logit of `closeness`. Of a grid, the fit is the intercept and slope that refuse most questions that are not
-answerable, and at most `--most-refused` of the others. Prints JSON; `right_lost`: of the refused questions, how many are answered
-right where they are not refused.
+answerable, and at most `--most-lost` of those that are answered right where they are not refused. Prints JSON; `right_lost`: how
+many of these the fit refuses.
 """
 
 import json
@@ -32,8 +32,8 @@ from ragspec.rag.wording import ABSTENTION, TODAYS_DOUBT, AnswerFit, Doubt, Text
 
 SLOPES, INTERCEPTS = np.arange(0.0, -3.25, -0.25), np.arange(-30.0, 30.25, 0.25)
 _LEAST_QUESTIONS = 5
-MOST_REFUSED = 0.07
-"""Share of the answerable questions."""
+MOST_LOST = 0.04
+"""Share of the right answers."""
 
 
 class Case(NamedTuple):
@@ -52,7 +52,7 @@ def main(
     adapter: Annotated[Path | None, typer.Option(help="The adapter's folder.")] = None,
     target: Annotated[str, typer.Option(help="A model of the catalogue.")] = DEFAULT_TARGET,
     layout: Annotated[str, typer.Option(help="quote, or free.")] = "quote",
-    most_refused: Annotated[float, typer.Option(help="Share of the answerable questions.")] = MOST_REFUSED,
+    most_lost: Annotated[float, typer.Option(help="Share of the right answers that may be refused.")] = MOST_LOST,
 ) -> None:
     """Fit the bias on abstention of one adapter or model."""
     model = {"model": target, "adapter": str(adapter) if adapter else "none"}
@@ -63,7 +63,7 @@ def main(
     with Pipeline.from_config(config) as pipeline:
         case = partial(doubted_case, pipeline, config) if layout == "free" else partial(case_of, pipeline)
         cases = list(filter(None, map(case, asked)))
-    intercept, slope = fitted(cases, most_refused)
+    intercept, slope = fitted(cases, most_lost)
     doubts: Doubt = TODAYS_DOUBT if layout == "free" else ""
     fit = AnswerFit.read(config.target.fit_file)._replace(intercept=intercept, slope=slope, doubts=doubts)
     if adapter:
@@ -108,15 +108,17 @@ def doubted_case(pipeline: Pipeline, config: PipelineConfig, asked: AskedQuestio
     return Case(margin, answer.closeness, asked.answerable, is_right)
 
 
-def fitted(cases: list[Case], most_refused: float = MOST_REFUSED) -> tuple[float, float]:
+def fitted(cases: list[Case], most_lost: float = MOST_LOST) -> tuple[float, float]:
     """Intercept and slope. Raises: InputError if there are too few questions of a kind."""
     num_answerable = sum(case.answerable for case in cases)
     if min(num_answerable, len(cases) - num_answerable) < _LEAST_QUESTIONS:
         raise InputError(f"a fit needs {_LEAST_QUESTIONS} questions that are answerable, and as many that are not")
 
-    def worth(pair: tuple[float, float]) -> tuple[bool, int, int]:
-        abstained, refused, _ = counts(cases, AnswerFit(*pair)).values()
-        return refused <= most_refused * num_answerable, abstained, -refused
+    num_right = sum(case.is_right for case in cases)
+
+    def worth(pair: tuple[float, float]) -> tuple[bool, int, int, int]:
+        abstained, refused, lost = counts(cases, AnswerFit(*pair)).values()
+        return lost <= most_lost * num_right, abstained, -lost, -refused
 
     return max(((float(i), float(slope)) for slope in SLOPES for i in INTERCEPTS), key=worth)
 

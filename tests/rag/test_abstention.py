@@ -113,9 +113,13 @@ def test_a_measured_model_has_its_own_fit_and_answers_by_quotes(target: Target) 
     assert known("Qwen2.5-Coder-1.5B-Instruct").layout == "free"  # whose fit holds no bias on quotes
 
 
-def test_a_fit_refuses_as_many_as_it_may_and_no_more() -> None:
-    """A fit that refuses a tenth of the answerable questions, because it catches as many more of the others."""
-    cases = [Case(0.0, 0.2 + 0.04 * n, n >= 5, False) for n in range(15)]
-    for most, refused in ((0.1, 1), (0.0, 0)):
+def test_a_fit_refuses_as_many_right_answers_as_it_may_and_no_more() -> None:
+    """A fit that loses a tenth of the right answers, because it catches as many more of the others; or that keeps wrong answers
+    to answerable questions, which lost nothing."""
+    wrong = [Case(0.0, 0.1, answerable=True, is_right=False)] * 5
+    right = [Case(0.0, 0.3 + 0.04 * n, answerable=True, is_right=True) for n in range(10)]
+    cases = [*wrong, *right, *(Case(0.0, closeness, answerable=False, is_right=False) for closeness in [0.2, 0.32] * 5)]
+    for most, refused, lost in ((0.1, 10, 1), (0.0, 5, 0)):
         found = counts(cases, AnswerFit(*fitted(cases, most)))
-        assert found["not_answerable_abstained"] == 5 and found["answerable_abstained"] <= refused
+        assert (found["not_answerable_abstained"], found["right_lost"]) == (refused, lost)
+        assert found["answerable_abstained"] == 5 + lost
