@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from ragspec.cluster.local_cluster import is_loopback
 from ragspec.config import ConfigSection, DraftingConfig, EngineConfig, PipelineConfig, TargetConfig
 
 DEFAULT_PORT = 8000
@@ -128,12 +128,7 @@ class ServiceSettings(ConfigSection):
     @property
     def is_local(self) -> bool:
         """Whether only this machine can reach the service."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
 
     @property
     def is_languagetool_open(self) -> bool:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ragspec.cluster.local_cluster import RAY_DEFAULTS, LocalCluster
+from ragspec.cluster.local_cluster import RAY_DEFAULTS, LocalCluster, is_loopback
 from ragspec.errors import EngineError
 
 _PROBE_S = 5.0
@@ -85,8 +85,8 @@ def prepare_token(address: str) -> None:
 
 def has_token_auth(address: str) -> bool:
     """Whether the cluster asks for a token, or is only reachable from this machine."""
-    host = address.removeprefix("ray://").rpartition(":")[0]
-    return os.environ.get("RAY_AUTH_MODE") == "token" or address == "local" or host.startswith(("127.", "localhost"))
+    host = address.removeprefix("ray://").rpartition(":")[0].strip("[]")
+    return os.environ.get("RAY_AUTH_MODE") == "token" or address == "local" or is_loopback(host)
 
 
 def connect(address: str) -> None:

@@ -12,6 +12,7 @@ runs `ray stop`, which ends every Ray of the machine.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import secrets
@@ -47,6 +48,14 @@ _FREE_PORTS = (
     f"--node-ip-address={LOOPBACK} --min-worker-port=0 --max-worker-port=0 --dashboard-agent-listen-port=0".split()
 )
 """Why: with Ray's default ports, two nodes or two clusters on one machine collide."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a host."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 class LocalNode(NamedTuple):

@@ -60,10 +60,11 @@ def test_the_status_of_nothing_is_an_error(run: Run) -> None:
     assert code == 1 and "no cluster was started here for 'ragspec'" in said
 
 
-def test_a_cluster_for_everybody_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever reaches the address of such a cluster runs code on it."""
+@pytest.mark.parametrize("host", ["192.0.2.77", "localhost.example.org", "127.example.org"])
+def test_a_cluster_for_everybody_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    """Whoever reaches the address of such a cluster runs code on it. The name of another machine may begin as this one's."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    code, said = run("up", "--address", "192.0.2.77:6379")
+    code, said = run("up", "--address", f"{host}:6379")
     assert code == 1 and "give it a token (RAY_AUTH_MODE=token), or say --insecure" in said
 
 

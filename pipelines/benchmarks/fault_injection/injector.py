@@ -140,7 +140,10 @@ class Injector:
         for node in self.workers:
             pids = {process.pid for process in self.nodes.processes(node)}
             epochs[node] = {replica.name: replica.epoch for replica in self._live() if pids & set(replica.pids)}
-        node = self.draw.choice([node for node, replicas in epochs.items() if replicas])
+        holding = [node for node, replicas in epochs.items() if replicas]
+        if not holding:
+            raise EngineError("no worker node holds a live replica")
+        node = self.draw.choice(holding)
         if fault.how == "kill":
             self.nodes.kill(node)
         for process in self.nodes.processes(node):
