@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -30,12 +30,9 @@ from ragspec.cli.options import Adapter, Address, Config, Replicas, Target, Tens
 from ragspec.cluster.topology import ClusterConfig
 from ragspec.config import PipelineConfig, load_settings
 from ragspec.core import SamplingParams
-from ragspec.rag.grammar.correction import DEFAULT_PARAMS, CorrectionRequest
+from ragspec.rag.grammar.correction import DEFAULT_PARAMS, Correction, CorrectionRequest
 from ragspec.rag.grammar.edit_filters import DEFAULT_FILTER, EditFilter
 from ragspec.rag.pipeline_stages import HasId, StagedPipeline
-
-if TYPE_CHECKING:  # Why: these imports take seconds, and a job whose rows are all answered needs none of them
-    from ragspec.rag.grammar.correction import Correction
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 

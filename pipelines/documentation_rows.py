@@ -130,7 +130,7 @@ def pack(
 ) -> None:
     """Write the spans of all rows to the file that is committed."""
     files = [each for path in inputs for line in map(json.loads, _whole_lines(path)) for each in line["files"]]
-    rows = [_row(PackageFile(**each["file"]), *values) for each in files for values in each["rows"]]
+    rows = [Row(PackageFile(**each["file"]), *values) for each in files for values in each["rows"]]
     print(f"{write_packed(rows, out)} rows, {out.stat().st_size} bytes in {out}")
 
 
@@ -172,10 +172,6 @@ def _append(file: Any, rows: Sequence[Row], read: tuple[Any, ...]) -> None:
 
 def _key(reading: Reading) -> tuple[str, int]:
     return reading.file.sha256, reading.passage.start
-
-
-def _row(file: PackageFile, question: str, kind: str, passage: Sequence[int], quote: Sequence[int], check: str) -> Row:
-    return Row(file, question, kind, (passage[0], passage[1]), (quote[0], quote[1]), check)
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -32,7 +32,7 @@ from ragspec.core import FinishReason, GenerationStats, SamplingParams, check_te
 from ragspec.errors import InputError
 from ragspec.numerics.noise import row_seed
 from ragspec.rag.answer import Answer
-from ragspec.rag.grammar.correction import CorrectionRequest
+from ragspec.rag.grammar.correction import Correction, CorrectionRequest
 from ragspec.rag.openai_fields import (
     IGNORED_FIELDS,
     SAMPLING_FIELDS,
@@ -341,10 +341,6 @@ def _record(batch: pa.RecordBatch, i: int) -> Any:
         return batch.slice(i, 1).to_pylist()[0]
     except (ValueError, pa.ArrowException) as cause:
         raise InputError(f"the row cannot be read: {cause}") from cause
-
-
-if TYPE_CHECKING:  # Why: these imports take seconds, and a job whose rows are all answered needs none of them
-    from ragspec.rag.grammar.correction import Correction
 
 
 class RowResult(NamedTuple):

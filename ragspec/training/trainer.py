@@ -53,7 +53,7 @@ class StepData(Dataset[list[list[Item]]], Generic[Item]):
     def steps(self, first: int) -> Iterator[list[Item]]:
         """The texts of each step from the step `first` on, without end."""
         numbers = itertools.count(first // POOL_STEPS)
-        loader = DataLoader(self, None, sampler=numbers, num_workers=self.num_processes, collate_fn=_unchanged)
+        loader = DataLoader(self, None, sampler=numbers, num_workers=self.num_processes, collate_fn=list)  # no tensors
         pools: Iterator[list[list[Item]]] = iter(loader)
         return itertools.islice(itertools.chain.from_iterable(pools), first % POOL_STEPS, None)
 
@@ -84,10 +84,6 @@ def split_evenly(items: Sequence[Item], count: int, size_of: Callable[[Item], in
         rest -= size
         parts.append(part[::-1])
     return parts
-
-
-def _unchanged(pool: Any) -> Any:
-    return pool
 
 
 def fast_dtype(device: str) -> torch.dtype:

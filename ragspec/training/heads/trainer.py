@@ -85,7 +85,13 @@ class DrafterTrainer(Trainer[DrafterPlan, Encoded, MicroBatch]):
         return _flat(scores)
 
     def _losses(self, sums: list[float]) -> dict[str, float]:
-        return step_rates(sums)
+        """`loss_i`, `top1_i` and `top4_i` of draft step i, from 1. `sums`: the four fields of `StepScores` for each step."""
+        rates: dict[str, float] = {}
+        for index in range(len(sums) // 4):
+            loss, num_rows, top1, top4 = sums[4 * index : 4 * index + 4]
+            named = {"loss": loss, "top1": top1, "top4": top4}
+            rates |= {f"{name}_{index + 1}": value / max(1.0, num_rows) for name, value in named.items()}
+        return rates
 
     @torch.no_grad()
     def probe(self, batches: list[MicroBatch], num_steps: int) -> dict[str, float]:
@@ -97,7 +103,7 @@ class DrafterTrainer(Trainer[DrafterPlan, Encoded, MicroBatch]):
         steps = Objective(num_steps, inputs=self.plan.objective.inputs)
         with mixed_precision(self.device):
             sums = [_flat(batch_scores(head, self.target, batch, steps)) for batch in batches]
-        return step_rates(list(map(sum, zip(*sums, strict=True))))
+        return self._losses(list(map(sum, zip(*sums, strict=True))))
 
     def averaged_head(self) -> Head:
         """A copy of the head with the averaged weights."""
@@ -172,13 +178,3 @@ def unrolled(
 
 def _flat(scores: list[StepScores]) -> list[float]:
     return [float(value) for step in scores for value in (step.loss.detach(), *step[1:])]
-
-
-def step_rates(sums: list[float]) -> dict[str, float]:
-    """`loss_i`, `top1_i` and `top4_i` of draft step i, from 1. `sums`: the four fields of `StepScores` for each step."""
-    rates: dict[str, float] = {}
-    for index in range(len(sums) // 4):
-        loss, num_rows, top1, top4 = sums[4 * index : 4 * index + 4]
-        named = {"loss": loss, "top1": top1, "top4": top4}
-        rates |= {f"{name}_{index + 1}": value / max(1.0, num_rows) for name, value in named.items()}
-    return rates
