@@ -31,7 +31,7 @@ from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.reading import read_file
 from ragspec.retrieval.search.index_searcher import IndexSearcher, encode_queries
 from ragspec.retrieval.search.relevance import WEIGHTS, Features
-from ragspec.training.documentation import documentation_questions, is_for_evaluation
+from ragspec.training.documentation import documentation_files, documentation_questions
 
 _QUERIES_AT_ONCE = 64
 _VARIED = ("selqa", "medquad", "pubmedqa")
@@ -136,11 +136,10 @@ def documentation(data: Path, share: float, count: int) -> tuple[list[Any], list
 
     def is_chosen(name: str) -> bool:
         number = int.from_bytes(hashlib.sha256(f"ranking {name}".encode()).digest()[:4])
-        return not is_for_evaluation(name) and number < share * 2**32
+        return number < share * 2**32
 
     folder = data / "docs"
-    paths = sorted(path for path in folder.rglob("*") if path.suffix in (".md", ".rst"))
-    named = [(path, path.relative_to(folder).as_posix()) for path in paths]
+    named = documentation_files(folder, evaluation=False, suffixes=(".md", ".rst"))
     documents = [each for path, name in named if is_chosen(name) for each in read_file(path, name)]
     questions = [q for q in documentation_questions(folder, evaluation=False) if is_chosen(q.path)]
     return documents, [Asked.by_words(q.question, q.quote) for q in fixed_sample(questions, count)]

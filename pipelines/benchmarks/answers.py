@@ -21,7 +21,7 @@ from time import perf_counter
 
 from pipelines.benchmarks.cases.follow_ups import follow_up_cases, read_canard, spread
 from pipelines.benchmarks.cases.labels import measure_alterations
-from pipelines.benchmarks.harness import Metric, Result, Row, Run, Suite, at_least, at_most, equal_to
+from pipelines.benchmarks.harness import Result, Row, Run, Suite, metrics_of
 from ragspec.config import DraftingConfig, EngineConfig, PipelineConfig, PromptConfig, RetrieverConfig, TargetConfig
 from ragspec.core import CopySource, Document, Message, Passage, Request, SamplingParams, SourceKind
 from ragspec.engine.engine import Engine
@@ -43,9 +43,9 @@ from ragspec.retrieval.search.index_searcher import CALIBRATED_THRESHOLD
 from ragspec.retrieval.search.segment_search import RetrievalMode, SearchScope
 from ragspec.training.documentation import (
     DocumentationQuestion,
+    documentation_files,
     documentation_questions,
     evaluation_questions,
-    is_for_evaluation,
 )
 
 TOP = 3
@@ -138,11 +138,8 @@ def mixed_passages(texts_by_name: dict[str, list[str]], seed: int) -> list[Passa
 
 def evaluation_documents(folder: Path, quick: bool) -> list[Document]:
     """The documentation's files that nothing is trained on; `quick`: a fixed quarter of them."""
-    paths = sorted(path for path in folder.rglob("*") if path.suffix in (".md", ".rst"))
-    named = [(path, path.relative_to(folder).as_posix()) for path in paths]
-    chosen = [(path, name) for path, name in named if is_for_evaluation(name)]
-    if quick:
-        chosen = [(path, name) for path, name in chosen if sha256(name.encode()).digest()[0] % 4 == 0]
+    named = documentation_files(folder, evaluation=True, suffixes=(".md", ".rst"))
+    chosen = [(path, name) for path, name in named if not quick or sha256(name.encode()).digest()[0] % 4 == 0]
     return [document for path, name in chosen for document in read_file(path, name)]
 
 
@@ -397,30 +394,4 @@ def summarise(rows: Sequence[Row]) -> Result:
     return {key: value for row in rows for key, value in row.items() if key not in left_out}
 
 
-METRICS = (
-    Metric("altered_still_supported", "altered sentences that keep their label", at_most(0.05)),
-    Metric("invented_marked", "invented quotations that are marked", equal_to(1.0)),
-    Metric("quoted_confirmed", "sentences called quoted that equal their source", equal_to(1.0)),
-    Metric("num_altered", "altered sentences", at_least(1)),
-    Metric("doc_top3", "documentation questions whose gold passage is among the first three", at_least(0.85)),
-    Metric("doc_top1", "the same, the first", at_least(0.65)),
-    Metric("wrongly_answered_ratio", "questions that do not abstain although their file is left out", at_most(0.5)),
-    Metric("good_answers_lost", "questions with their passage that abstain", at_most(0.03)),
-    Metric("wrongly_answered_together", "as wrongly_answered_ratio, where retrieval and target abstain"),
-    Metric("good_answers_lost_together", "as good_answers_lost, where retrieval and target abstain"),
-    Metric("recall10_squad_hybrid", "SQuAD: questions whose document is among the first ten"),
-    Metric("ndcg_cranfield_hybrid", "Cranfield: nDCG of the first ten"),
-    Metric("follow_up_recall", "CANARD, held-out half: follow-ups found among the first three, rewritten by rules"),
-    Metric("follow_up_recall_people", "the same, rewritten by people"),
-    Metric("quote_exact", "answers whose quote is verbatim"),
-    Metric("quote_has_answer", "answers whose verbatim quote holds the annotators' answer"),
-    Metric("citation_correct", "verbatim quotes with their passage's number"),
-    Metric("abstain_precision", "abstentions where no passage answers"),
-    Metric("abstain_recall", "questions without an answer that abstain"),
-    Metric("followup_gap", "standalone questions answered more often than the same as follow-ups, points"),
-    Metric("gleu_jfleg_dev", "GLEU of JFLEG dev, 0 to 100"),
-    Metric("edit_rate_clean", "words changed in correct sentences"),
-    Metric("documentation_right", "documentation questions quoted, or refused where nothing answers"),
-    Metric("perplexity_ratio", "perplexity of int8 weights over float weights, the worse of two texts", at_most(1.01)),
-)
-SUITE = Suite("answers", run_answers, summarise, METRICS)
+SUITE = Suite("answers", run_answers, summarise, metrics_of("answers"))

@@ -29,7 +29,7 @@ from pipelines.batch.ray_session import ray_session
 from pipelines.benchmarks.fault_injection.clients import FaultClients
 from pipelines.benchmarks.fault_injection.injector import NODE_CPUS, REPLICAS, Fault, Injector
 from pipelines.benchmarks.fault_injection.targets import GatewayProcess, SmallDisk, small_disk
-from pipelines.benchmarks.harness import Metric, Result, Row, Run, Suite, at_most, equal_to
+from pipelines.benchmarks.harness import Result, Row, Run, Suite, metrics_of
 from ragspec.cluster.local_cluster import LocalCluster
 from ragspec.config import EngineConfig, PipelineConfig, RetrieverConfig, TargetConfig
 from ragspec.core import Document
@@ -185,18 +185,4 @@ def summarise(rows: Sequence[Row]) -> Result:
     return found | {"lost": answers["lost"] + sum(row["lost"] for row in faults)}
 
 
-METRICS = (
-    Metric("faults", "faults injected under load"),
-    Metric("recovered", "faults after which every operation and every replica went on"),
-    Metric(
-        "lost", "acknowledged turns missing; streams cut or requests refused where no fault excuses it", equal_to(0)
-    ),
-    Metric("doubled", "turns kept twice", equal_to(0)),
-    Metric("changed", "streams and turns with another text than without faults", equal_to(0)),
-    Metric("answered_p50_s", "seconds from a fault until requests sent after it were answered, median"),
-    Metric("answered_max_s", "the same, the slowest", at_most(60)),
-    Metric("live_again_p50_s", "seconds from a fault until every replica was live, median"),
-    Metric("live_again_max_s", "the same, the slowest"),
-    Metric("service_ends", "how often the service ended although no fault had killed it", equal_to(0)),
-)
-SUITE = Suite("faults", run_faults, summarise, METRICS)
+SUITE = Suite("faults", run_faults, summarise, metrics_of("faults"))

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from pipelines.benchmarks.cases.timing import Case, EngineDecoder, TimedBatch, take_turns
-from pipelines.benchmarks.harness import Metric, Result, Row, Run, Suite, at_least, at_most
+from pipelines.benchmarks.harness import Result, Row, Run, Suite, metrics_of
 from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
 from ragspec.core import CopySource, SourceKind
 from ragspec.drafting.planner import Planner
@@ -222,12 +222,4 @@ def summarise(rows: Sequence[Row]) -> Result:
     return result
 
 
-METRICS = (
-    Metric("bandwidth_share", "8 B, bfloat16, one row: share of the memory's bandwidth", at_least(0.85)),
-    Metric("tree64_over_1", "8 B, bfloat16: a forward of 64 nodes over a forward of one row", at_most(1.15)),
-    Metric("bitwise_over_fast", "8 B, bfloat16: a step with exact products over the device's own", at_most(1.15)),
-    Metric(
-        "on_off_min", "tokens a second with drafts over without, the least of all models and batches", at_least(1.0)
-    ),
-)
-SUITE = Suite("gpu", run_gpu, summarise, METRICS)
+SUITE = Suite("gpu", run_gpu, summarise, metrics_of("gpu"))

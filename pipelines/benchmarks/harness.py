@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -65,6 +66,19 @@ def at_least(limit: float) -> Goal:
 
 def equal_to(expected: float | bool) -> Goal:
     return Goal(cell(expected), lambda value: bool(value == expected))
+
+
+_GOALS = {"at_most": at_most, "at_least": at_least, "equal_to": equal_to}
+
+
+def metrics_of(suite: str) -> list[Metric]:
+    """The figures of a suite, by `metrics.toml`."""
+    tables = tomllib.loads(Path(__file__).with_name("metrics.toml").read_text(encoding="utf-8"))
+    metrics = []
+    for name, given in tables[suite].items():
+        goals = [make(given[kind]) for kind, make in _GOALS.items() if kind in given]
+        metrics.append(Metric(name, given["meaning"], *goals))
+    return metrics
 
 
 class RowFile:
@@ -262,31 +276,26 @@ def cell(value: Any) -> str:
 def draw(plot: Plot, rows: Sequence[Row], title: str) -> Any:
     """A matplotlib figure that needs no display. Raises: ConfigError without matplotlib."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as cause:
         raise ConfigError('plots need matplotlib: pip install "ragspec[bench]"') from cause
     figure = Figure(figsize=(8.0, 4.2), layout="constrained")  # inches
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     chosen = [row for row in rows if plot.shows(row)]
     chosen = sorted(chosen, key=lambda row: row[plot.x]) if plot.is_curve else chosen
+    names, width = [row[plot.x] for row in chosen], 0.8 / len(plot.lines)
     for number, (column, label) in enumerate(plot.lines.items()):
         values = [math.nan if row[column] is None else row[column] for row in chosen]
         if plot.is_curve:
-            axes.plot([row[plot.x] for row in chosen], values, marker="o", label=label)
+            axes.plot(names, values, marker="o", label=label)
         else:
-            width = 0.8 / len(plot.lines)
-            bars = axes.bar(
-                [place + width * number for place in range(len(chosen))], values, width, align="edge", label=label
-            )
+            begins = [place + width * number for place in range(len(chosen))]
+            bars = axes.bar(begins, values, width, align="edge", label=label)
             axes.bar_label(bars, [cell(value) for value in values])
     if plot.is_curve:
         axes.set_xscale("log")
-    axes.set_xticks(
-        [row[plot.x] if plot.is_curve else place + 0.4 for place, row in enumerate(chosen)],
-        [cell(row[plot.x]) for row in chosen],
-    )
+    ticks = names if plot.is_curve else [place + 0.4 for place in range(len(chosen))]
+    axes.set_xticks(ticks, [cell(name) for name in names])
     axes.minorticks_off()
     axes.set_xlabel(plot.x)
     axes.set_title(title, loc="left")

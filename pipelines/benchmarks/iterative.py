@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipelines.benchmarks.cases.timing import take_turns
-from pipelines.benchmarks.harness import Metric, Plot, Result, Row, Run, Suite, at_least, equal_to
+from pipelines.benchmarks.harness import Plot, Result, Row, Run, Suite, metrics_of
 from ragspec.cluster.actors import ActorPool, wait_for_all
 from ragspec.cluster.remote_retrieval.cluster_retriever import ClusterRetriever
 from ragspec.cluster.remote_retrieval.shards import ShardActor
@@ -365,14 +365,4 @@ PLOT = Plot(
     ),
     is_curve=True,
 )
-METRICS = (
-    Metric(
-        "share_of_optimum_min", "speed-up of +PSA over OS3's prediction, the least of all retrievers", at_least(0.9)
-    ),
-    Metric("speedup_b_over_a_40", "+PSA, an index set to take 40 steps (its row says how many it took)", at_least(2.4)),
-    Metric("speedup_b_over_a_1", "+PSA, an index that takes one step", at_least(1.4)),
-    Metric("slowdown_worst", "the least speed-up of any row", at_least(0.97)),
-    Metric("kept_after_mismatch", "tokens kept of those written under a wrong guess, all rows", at_least(0.3)),
-    Metric("identical", "answers with the tokens and the text of the baseline", equal_to(1)),
-)
-SUITE = Suite("iterative", run_iterative, summarise, METRICS, PLOT)
+SUITE = Suite("iterative", run_iterative, summarise, metrics_of("iterative"), PLOT)

@@ -35,7 +35,7 @@ from typing import Any, cast
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from pipelines.benchmarks.harness import Metric, Plot, Result, Row, Run, Suite, at_least, at_most, equal_to
+from pipelines.benchmarks.harness import Plot, Result, Row, Run, Suite, metrics_of
 from pipelines.benchmarks.peers import llama_files, load_peer
 from pipelines.benchmarks.users.clients import Answer, chat_body, quantile
 from pipelines.benchmarks.users.service import (
@@ -414,36 +414,10 @@ def _is_slower(cells: Sequence[Row]) -> bool:
     return fmean(cell["on_off"] for cell in cells) + 2 * error < 1.0
 
 
-METRICS = (
-    Metric("on_off_min", "tokens a second with speculation over without, closed loops, the least", at_least(0.97)),
-    Metric("on_off_slower", "cells slower with speculation", equal_to(0)),
-    Metric("mixes_slower", "mixes slower with speculation", equal_to(0)),
-    Metric("on_off_p95_min", "95th percentile of the time a token, without speculation over with, the least"),
-    Metric("on_off_p95_slower", "cells where it is slower with speculation", equal_to(0)),
-    Metric("rag_on_off_8", "tokens a second with speculation over without, RAG, 8 users", at_least(1.5)),
-    Metric("rag_on_off_32", "the same, 32 users", at_least(1.2)),
-    Metric("vs_llama_server_8", "tokens a second over llama-server's best, mix of all kinds, 8 users", at_least(2)),
-    Metric("vs_llama_server_32", "the same, 32 users", at_least(2)),
-    Metric("gateway_ttft_ms_c1", "time to first token over HTTP minus the engine's, one request", at_most(5)),
-    Metric("gateway_ttft_ms_c16", "the same, 16 at once", at_most(20)),
-    Metric("retrieval_ttft_ms_c16", "added by retrieval, 16 at once", at_most(120)),
-    Metric("requests", "requests of mixed clients"),
-    Metric("given_up", "requests whose client went away half-way"),
-    Metric("errors_5xx", "answers that blame the service", equal_to(0)),
-    Metric("num_faults", "connections dropped, streams without an end, wrong statuses", equal_to(0)),
-    Metric("hangs", "requests not answered within 30 s", equal_to(0)),
-    Metric("leaked", "KV slots still held when nothing ran and every tenant's cache was purged", equal_to(0)),
-    Metric("left_running", "requests counted as running when none was", equal_to(0)),
-    Metric("p50_ms", "from sending a request to the end of its answer, median"),
-    Metric("p99_ms", "the same, 99 of 100"),
-    Metric("ready_again_s", "second start of ragspec serve until it is ready", at_most(5)),
-)
-
-
 PLOT = Plot(
     "users",
     {"on_tokens_per_s": "tokens a second, speculation on", "off_tokens_per_s": "off"},
     lambda row: row.get("mix") == MIXED and "users" in row,
     is_curve=True,
 )
-SUITE = Suite("load", run_load, summarise, METRICS, PLOT)
+SUITE = Suite("load", run_load, summarise, metrics_of("load"), PLOT)

@@ -13,7 +13,7 @@ import torch
 
 from pipelines.benchmarks.cases.timing import TimedBatch
 from pipelines.benchmarks.gpu import SHAPES, Shape, engine_over, target_of, with_and_without_drafts
-from pipelines.benchmarks.harness import Metric, Result, Row, Run, Suite, at_least
+from pipelines.benchmarks.harness import Result, Row, Run, Suite, metrics_of
 from ragspec.config import EngineConfig
 from ragspec.engine.engine import Engine
 from ragspec.errors import ConfigError
@@ -82,10 +82,4 @@ def summarise(rows: Sequence[Row]) -> Result:
     }
 
 
-METRICS = (
-    Metric("on_off_min", "tokens a second with drafts over without, the least of all models and users", at_least(1.0)),
-    Metric("tokens_per_s_one", "the largest model, one user: tokens a second"),
-    Metric("tokens_per_s_most", "the largest model, the most users: tokens a second"),
-    Metric("first_token_ms_one", "the largest model, one user: milliseconds to the first token"),
-)
-SUITE = Suite("serve", run_serve, summarise, METRICS)
+SUITE = Suite("serve", run_serve, summarise, metrics_of("serve"))

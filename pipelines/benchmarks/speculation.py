@@ -44,7 +44,7 @@ from pipelines.benchmarks.cases.workloads import (
     rag_cases,
     spec_bench_cases,
 )
-from pipelines.benchmarks.harness import Metric, Plot, Result, Row, Run, Suite, at_least, equal_to
+from pipelines.benchmarks.harness import Plot, Result, Row, Run, Suite, metrics_of
 from pipelines.benchmarks.peers import LLAMA_TYPES, LOOKUP_TOKENS, peer_decoders
 from ragspec.config import DatastoreConfig, DraftingConfig, EagleConfig, EngineConfig, HeadConfig
 from ragspec.engine.engine import Engine
@@ -403,30 +403,4 @@ PLOT = Plot(
     {"speedup_vs_plain": "decode time without drafts over with", "speedup_vs_generate": "transformers over ours"},
     lambda row: row.get("temperature") == 0.0 and "speedup_vs_generate" in row,
 )
-_AGAINST = "tokens a second, T=0, one request, over llama.cpp's"
-METRICS = (
-    Metric("identical", "every token equal to plain decoding's: all drafters, T=0 and T=1, alone and in batches", equal_to(True)),
-    Metric("speedup_vs_plain", "RAG: decode time, own plain decoding over speculative, T=0, one request"),
-    Metric("grammar_speedup_vs_plain", "the same of corrections"),
-    Metric("chat_speedup_vs_plain", "the same of chat"),
-    Metric("speedup_vs_generate", "RAG: decode time, transformers generate over ours, same tokens"),
-    Metric("speedup_vs_prompt_lookup", "RAG: decode time, transformers prompt lookup (10 tokens) over ours, same tokens"),
-    Metric("speedup_end_to_end", "RAG: with retrieval, prompt building and prefill, plain over speculative"),
-    Metric("acceptance_length", "RAG: tokens emitted a step, T=0"),
-    Metric("agrees_with_generate", "share of prompts with the tokens of transformers generate (information only)"),
-    Metric("batch8_speedup_vs_plain", "RAG, eight side by side, prompts included: speculation on over off", at_least(1.0)),
-    Metric("speedup_vs_plain_t1", "RAG: decode time, plain over speculative, T=1"),
-    Metric("t1_over_t0", "speed-up at T=1 over speed-up at T=0"),
-    Metric("nothing_to_copy", "random prompts without sources, T=1: plain over speculative", at_least(0.97)),
-    Metric("sources_in_vain", "the same with unrelated sources", at_least(0.97)),
-    Metric("plain_vs_llama_q8", f"plain: {_AGAINST} with Q8_0 weights", at_least(1.0)),
-    Metric("plain_vs_llama_bf16", f"plain: {_AGAINST} with bf16 weights", at_least(1.2)),
-    Metric("rag_vs_llama_best", f"answers, speculative: {_AGAINST} best of plain and prompt lookup", at_least(3.0)),
-    Metric("grammar_vs_llama_best", f"corrections, speculative: {_AGAINST} best of plain and prompt lookup", at_least(6.0)),
-    Metric("prefill_vs_llama_best", "time to the first token, llama.cpp's best over ours", at_least(1.2)),
-    Metric("default_over_best_single_min", "default drafters over the best single drafter, worst workload", at_least(1.0)),
-    Metric("worst_single_over_off", "each drafter alone over plain decoding, worst workload", at_least(0.97)),
-    Metric("stub_nothing_to_copy", "stub device, nothing to copy: tokens a second, on over off, worst", at_least(0.985)),
-    Metric("stub_copies", "stub device, 90 % copyable: tokens a second, on over off, worst", at_least(1.0)),
-)  # fmt: skip
-SUITE = Suite("speculation", run_speculation, summarise, METRICS, PLOT)
+SUITE = Suite("speculation", run_speculation, summarise, metrics_of("speculation"), PLOT)

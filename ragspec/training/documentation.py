@@ -395,7 +395,7 @@ def documentation_questions(folder: Path, *, evaluation: bool) -> Iterator[Docum
     Raises: InputError for a file that cannot be read.
     """
     num_asked: Counter[str] = Counter()
-    for path, name in _files(folder, evaluation):
+    for path, name in documentation_files(folder, evaluation=evaluation):
         for document in read_file(path, name):
             module = re.search(r"^\.\. (?:module|currentmodule):: ([\w.]+)", document.text, re.MULTILINE)
             tool = module[1] if module else path.stem.replace("_", " ")
@@ -443,7 +443,7 @@ def evaluation_questions(folder: Path, count: int = 300) -> list[DocumentationQu
 
     No quote occurs in a file that is trained on.
     """
-    trained = normalise("\n".join(path.read_text() for path, _ in _files(folder, evaluation=False)))
+    trained = normalise("\n".join(path.read_text() for path, _ in documentation_files(folder, evaluation=False)))
     questions = list(documentation_questions(folder, evaluation=True))
     questions.sort(key=lambda q: hashlib.sha256(f"{q.path}\n{q.question}".encode()).digest())
     texts = list(dict.fromkeys(q.passage for q in questions))
@@ -470,8 +470,11 @@ def evaluation_questions(folder: Path, count: int = 300) -> list[DocumentationQu
     return chosen + absent
 
 
-def _files(folder: Path, evaluation: bool) -> Iterator[tuple[Path, str]]:
-    for path in sorted(path for path in folder.rglob("*") if path.suffix in (".md", ".rst", ".html")):
+def documentation_files(
+    folder: Path, *, evaluation: bool, suffixes: Sequence[str] = (".md", ".rst", ".html")
+) -> Iterator[tuple[Path, str]]:
+    """The evaluation files, or all other files, with their names: paths relative to the folder."""
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in suffixes):
         name = path.relative_to(folder).as_posix()
         if is_for_evaluation(name) == evaluation:
             yield path, name

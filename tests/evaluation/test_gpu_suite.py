@@ -27,7 +27,7 @@ def test_speeds_that_need_a_gpu_are_computed(run: Run, monkeypatch: pytest.Monke
     tiny = Shape("8 B", hidden=64, layers=2, heads=4, kv_heads=2, inner=128, vocab=320)
     rows = list(gpu.rows_of(run, (tiny,), ("torch",), "cpu"))
     result = gpu.summarise(rows)
-    assert all(result[metric.name] > 0.0 for metric in gpu.METRICS)
+    assert all(result[metric.name] > 0.0 for metric in gpu.SUITE.metrics)
     monkeypatch.setattr(gpu, "_BUDGET_S", 0.0)
     assert len(list(gpu.rows_of(run, (tiny, tiny), ("torch",), "cpu"))) == 1
 
@@ -42,7 +42,7 @@ def test_users_are_measured_and_a_second_run_starts_no_engine(
     tiny = Shape("8 B", hidden=64, layers=2, heads=4, kv_heads=2, inner=128, vocab=320)
     rows = list(serve.rows_of(replace(run, kept=RowFile(tmp_path / "rows")), (tiny,), "cpu"))
     assert [row["users"] for row in rows] == [1, 3]
-    assert all(serve.summarise(rows)[metric.name] > 0.0 for metric in serve.METRICS)
+    assert all(serve.summarise(rows)[metric.name] > 0.0 for metric in serve.SUITE.metrics)
     monkeypatch.setattr(serve, "_started", lambda *_: pytest.fail("an engine was started"))
     assert list(serve.rows_of(replace(run, kept=RowFile(tmp_path / "rows")), (tiny,), "cpu")) == rows
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from ragspec.core import Document, Heading, Message
 from ragspec.evaluation.datasets import lines_of, parse_json
@@ -21,6 +21,7 @@ from ragspec.evaluation.target_scores import QuestionCase
 from ragspec.rag.chat.conversations import QaPair
 from ragspec.rag.wording import ABSTENTION, numbered, quoted_answer
 from ragspec.training.documentation import is_for_evaluation
+from ragspec.training.reference.mixture import canard_dialogues
 from ragspec.training.sentences import normalise, split_sentences
 
 NUM_OTHER_PAGES = 2
@@ -49,12 +50,9 @@ class FollowUpSet(NamedTuple):
 
 def read_canard(path: Path) -> FollowUpSet:
     """Raises: InputError."""
-    dialogues: dict[str, dict[int, dict[str, Any]]] = {}
-    for row in parse_json("".join(lines_of(path)), path):
-        dialogues.setdefault(row["QuAC_dialog_id"], {})[row["Question_no"]] = row
     documents: list[Document] = []
     questions: list[FollowUp] = []
-    for name, rows in dialogues.items():
+    for name, rows in canard_dialogues(parse_json("".join(lines_of(path)), path)).items():
         title, section, *texts = max((row["History"] for row in rows.values()), key=len)
         turns = [QaPair(*texts[n : n + 2]) for n in range(0, len(texts) - 1, 2)]
         for number, turn in enumerate(turns, 1):

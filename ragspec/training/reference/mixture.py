@@ -15,7 +15,7 @@ import json
 import random
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
@@ -89,11 +89,8 @@ def canard_pages(data_dir: Path) -> list[tuple[str, list[Question]]]:
     A page's questions follow each other, its answers are words of the page, and a person made every question standalone. Articles
     for evaluation are left out. Raises: OSError.
     """
-    dialogues: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
-    for row in json.loads((data_dir / "canard/dev.json").read_text(encoding="utf-8")):
-        dialogues[row["QuAC_dialog_id"]][row["Question_no"]] = row
     pages = []
-    for rows in dialogues.values():
+    for rows in canard_dialogues(json.loads((data_dir / "canard/dev.json").read_text(encoding="utf-8"))).values():
         title, _, *texts = max((row["History"] for row in rows.values()), key=len)
         turns = list[Question]()
         for number, answer in enumerate(map(normalise, texts[1::2]), start=1):
@@ -103,6 +100,14 @@ def canard_pages(data_dir: Path) -> list[tuple[str, list[Question]]]:
         if len(turns) >= 2 and answers_of(turns) and not is_for_evaluation(title):
             pages.append((title, turns))
     return pages
+
+
+def canard_dialogues(rows: Iterable[dict[str, Any]]) -> dict[str, dict[int, dict[str, Any]]]:
+    """CANARD's rows by their dialogues, and by the numbers of their questions."""
+    dialogues: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
+    for row in rows:
+        dialogues[row["QuAC_dialog_id"]][row["Question_no"]] = row
+    return dialogues
 
 
 def answers_of(turns: list[Question]) -> list[str]:
