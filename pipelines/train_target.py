@@ -68,10 +68,6 @@ class TargetRun(training_run.TrainingRun):
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return TargetConfig(model=self.target, adapter="none", device=device)
 
-    def unadapted(self, device: str) -> FrozenTarget:
-        """Raises: ModelError, SaveError."""
-        return FrozenTarget.load(self.target_config, device)
-
     def prepare(self) -> None:
         """Write the unadapted model's answers to ordinary requests, or those that are missing. Raises: ModelError, SaveError."""
         check_target(self.target_config)
@@ -125,8 +121,8 @@ def run_of(args: argparse.Namespace) -> TargetRun:
 
 
 def train(run: TargetRun, workers: WorkerGroup, device: str) -> None:
-    """One run from data to written adapter; the first worker writes."""
-    target = run.unadapted(device)
+    """One run from data to written adapter; the first worker writes. Raises: ModelError, SaveError."""
+    target = FrozenTarget.load(run.target_config, device)
     rows = json_lines(run.out / CHATS)
     chats = [Conversation([Message(**each) for each in row["messages"]], open_ended=row["is_cut"]) for row in rows]
     mixture = Mixture(run.data_dir, chats, run.documentation)

@@ -11,11 +11,12 @@ Source: Zhang et al. 2024 (arXiv 2401.14021), table 1.
 import contextlib
 import functools
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import mean, median
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ from ragspec.cluster.actors import ActorPool, wait_for_all
 from ragspec.cluster.remote_retrieval.cluster_retriever import ClusterRetriever
 from ragspec.cluster.remote_retrieval.shards import ShardActor
 from ragspec.config import DraftingConfig, EngineConfig, RetrieverConfig, SpeculationConfig
-from ragspec.core import Completion, Delta, Request, SamplingParams
+from ragspec.core import SamplingParams
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.rag.answer import Answer, IterativeStats
@@ -139,25 +140,6 @@ class WorkloadTimes(NamedTuple):
     apart: StrideTiming
 
 
-@dataclass(frozen=True, slots=True)
-class SharedEngine:
-    """An engine that several pipelines use; closing a pipeline leaves the engine open."""
-
-    engine: Engine
-
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        return self.engine.generate(requests)
-
-    def stream(self, request: Request) -> AsyncIterator[Delta]:
-        return self.engine.stream(request)
-
-    def purge(self, salt: str) -> None:
-        self.engine.purge(salt)
-
-    def close(self) -> None:
-        """Does nothing: the engine stays open."""
-
-
 @dataclass(frozen=True)
 class Stopwatch:
     """Times questions to one engine, whose prefix cache is empty before every question."""
@@ -196,10 +178,13 @@ class Stopwatch:
         return lambda size: one_s + max(0.0, float(np.interp(size, _LOOKUP_SIZES, seconds)) - seconds[0])
 
     def _pipeline(self, index: Retriever, workload: Workload, name: str) -> IterativePipeline:
-        prompts = PromptBuilder(self.engine.target.tokenizer, self.engine.max_context_tokens)
+        engine = self.engine
+        prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens)
+        shared: Any = SimpleNamespace(generate=engine.generate, stream=engine.stream, purge=engine.purge)
+        shared.close = lambda: None  # Several pipelines use the engine, so closing one of them leaves it open
         return IterativePipeline(
             index,
-            SharedEngine(self.engine),
+            shared,
             prompts,
             policy=workload.policy,
             speculation=VARIANTS[name],

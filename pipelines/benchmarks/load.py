@@ -95,16 +95,13 @@ def mixes_of(model: str, questions: Sequence[str], seed: int) -> dict[str, list[
     for question in questions:
         follow_up = (question, "I do not know. What do you mean?", f"I mean this: {question}")
         story = f"Write a story that begins like this: {question}"
+        wrong = f"he ask me: {question}"
+        copied = {"type": "content", "content": wrong}
         kinds[RAG].append(chat_body(model, question, **drawn))
         kinds["chat"].append(chat_body(model, *follow_up, **free))
-        kinds["grammar"].append(_correction(model, f"he ask me: {question}", free))
+        kinds["grammar"].append(chat_body(model, GRAMMAR_REQUEST + wrong, prediction=copied, **free))
         kinds["creative"].append(chat_body(model, story, temperature=1.0, **free))
     return kinds | {MIXED: [body for group in zip(*kinds.values(), strict=True) for body in group]}
-
-
-def _correction(model: str, sentence: str, drawn: Mapping[str, Any]) -> Body:
-    prediction = {"type": "content", "content": sentence}
-    return chat_body(model, GRAMMAR_REQUEST + sentence, prediction=prediction, **drawn)
 
 
 def sent_by(bodies: Sequence[Body], count: int) -> list[Body]:

@@ -55,7 +55,7 @@ def peer_decoders(config: TargetConfig, engine: Engine, cache_dir: Path, num_con
         GENERATE: TransformersDecoder(model, engine),
         PROMPT_LOOKUP: TransformersDecoder(model, engine, prompt_lookup_num_tokens=LOOKUP_TOKENS),
     }
-    if not llama_installed():
+    if importlib.util.find_spec("llama_cpp") is None:
         return decoders
     for type_, path in llama_files(model, cache_dir / "llama_cpp").items():
         decoders[f"llama.cpp {type_}"] = LlamaDecoder(path, engine, num_context)
@@ -113,11 +113,6 @@ class _Clock(BaseStreamer):
 
     def end(self) -> None:
         pass
-
-
-def llama_installed() -> bool:
-    """Whether llama-cpp-python is installed."""
-    return importlib.util.find_spec("llama_cpp") is not None
 
 
 class LlamaDecoder:

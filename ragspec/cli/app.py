@@ -5,7 +5,6 @@ Owns the options of the commands whose modules need torch; these import their mo
     $ ragspec --help
 """
 
-import enum
 import json
 import os
 import sys
@@ -13,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -37,12 +36,6 @@ feedback = options.group("feedback", "What readers said of answers.")
 for commands in (index, cluster, keys, models, feedback):
     app.add_typer(commands)
 _DEMO_MAX_TOKENS = 96
-
-
-class Iterative(enum.StrEnum):
-    RALM = "ralm"
-    FLARE = "flare"
-    RETGEN = "retgen"
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -131,7 +124,9 @@ def ask(
     filter: Annotated[
         str | None, typer.Option(help='Which documents may answer: {"type": "eq", "key": ..., "value": ...}.')
     ] = None,
-    iterative: Annotated[Iterative | None, typer.Option(help="Retrieve again in the course of the answer.")] = None,
+    iterative: Annotated[
+        Literal["ralm", "flare", "retgen"] | None, typer.Option(help="Retrieve again in the course of the answer.")
+    ] = None,
     speculation: options.Speculation = True,
     as_json: options.AsJson = False,
 ) -> None:
@@ -242,10 +237,10 @@ def correct(
     sampling = options.overrides(temperature=temperature, seed=seed)
     settings = load_config(config, **options.overrides(target=target, adapter=adapter), **sampling)
     check_target(settings.target)
-    from ragspec.cli.correct import Output, edit_filter_of, run_correct
+    from ragspec.cli.correct import edit_filter_of, run_correct
 
     edit_filter = edit_filter_of(max_edit_ratio, ignore or (), ignore_file)
-    output = Output.DIFF if diff else Output.FILE if in_place else Output.TEXT
+    output: Literal["diff", "file", "text"] = "diff" if diff else "file" if in_place else "text"
     raise typer.Exit(run_correct(files, settings, edit_filter, output, speculation=speculation))
 
 

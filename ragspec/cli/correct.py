@@ -8,7 +8,6 @@ or not at all. Files that are not UTF-8 are refused. Exit codes are a linter's: 
 """
 
 import difflib
-import enum
 import io
 import os
 import sys
@@ -16,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ragspec.cli.terminal import loading, note, one_line, print_error, safe, stay_offline, stderr_console
 from ragspec.config import PipelineConfig
@@ -33,12 +32,8 @@ _CHUNK = 64
 """Files corrected together."""
 
 
-class Output(enum.Enum):
-    """Where corrections go: as whole texts or as a diff to stdout, or into the files."""
-
-    TEXT = enum.auto()
-    DIFF = enum.auto()
-    FILE = enum.auto()
+Output = Literal["text", "diff", "file"]
+"""Where corrections go: as whole texts or as a diff to stdout, or into the files."""
 
 
 class _InputFile(NamedTuple):
@@ -66,7 +61,7 @@ def run_correct(
                 for file, correction in zip(chunk, corrections, strict=True):
                     _show(file, correction, output, tally)
     errors.print(_summary(tally), style="dim")
-    return 2 if tally["failed"] else int(output is Output.DIFF and tally["changed"] > 0)
+    return 2 if tally["failed"] else int(output == "diff" and tally["changed"] > 0)
 
 
 def _show(file: _InputFile, correction: Correction, output: Output, tally: Counter[str]) -> None:
@@ -76,9 +71,9 @@ def _show(file: _InputFile, correction: Correction, output: Output, tally: Count
     if language := correction.other_language:
         name = "standard input" if file.name == STDIN else file.name
         note(stderr_console(), f"{name} stays as it is: it seems to be {language}, and only English is corrected")
-    if output is Output.DIFF:
+    if output == "diff":
         _write("".join(_diff(file, correction)))
-    elif output is Output.TEXT or file.name == STDIN:
+    elif output == "text" or file.name == STDIN:
         _write(correction.corrected)
     elif correction.edits:
         try:

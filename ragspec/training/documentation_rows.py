@@ -112,7 +112,8 @@ def package_files(deb: Path, paths: Container[str] | None = None) -> Iterator[tu
             raise InputError(f"{deb} is no Debian package")
         whole.seek(0)
         with tarfile.open(fileobj=whole) as tar:
-            members = sorted((each for each in tar if each.isfile()), key=lambda each: _mixing(each.name))
+            files = (each for each in tar if each.isfile())
+            members = sorted(files, key=lambda each: hashlib.sha256(each.name.encode()).digest())
             licence = next((_licence(_content(tar, each)) for each in members if each.name.endswith("/copyright")), "")
             for member in members if licence else ():
                 path = member.name.removeprefix("./")
@@ -143,10 +144,6 @@ def _fields(deb: Path) -> tuple[str, str, str]:
     if "Package" not in fields:
         raise InputError(f"{deb} is no Debian package: {shown.stderr.strip()}")
     return fields["Package"], fields["Version"], fields.get("Source", fields["Package"]).partition(" ")[0]
-
-
-def _mixing(name: str) -> bytes:
-    return hashlib.sha256(name.encode()).digest()
 
 
 def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:

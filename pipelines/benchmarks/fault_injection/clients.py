@@ -10,6 +10,7 @@ doubled or changed afterwards.
 """
 
 import asyncio
+import itertools
 import json
 import sys
 import time
@@ -51,7 +52,7 @@ class FaultClients:
         """Questions whose answer did not come: they may be kept or not."""
         self.succeeded_s = dict.fromkeys(OPERATIONS, 0.0)
         self.counts = Counter[str]()
-        self._number = 0
+        self._numbers = itertools.count(1)
 
     async def learn(self) -> None:
         """Ask every question once, without speculation. Raises: Refused, aiohttp.ClientError."""
@@ -91,12 +92,8 @@ class FaultClients:
         self.counts[mark] += 1
         print(f"{mark}: {reason}", file=sys.stderr, flush=True)
 
-    def _next(self) -> int:
-        self._number += 1
-        return self._number
-
     async def _checked_stream(self, session: aiohttp.ClientSession) -> None:
-        await self._stream(session, self._next() % len(self._questions))
+        await self._stream(session, next(self._numbers) % len(self._questions))
 
     async def _stream(self, session: aiohttp.ClientSession, number: int, **options: Any) -> str:
         """The whole text: greedy for even questions, sampled for odd ones. Raises: Refused for a stream without an end.
@@ -132,7 +129,7 @@ class FaultClients:
         if not name or len(self.turns[name]) >= _NUM_TURNS:
             name = (await self._call(session, "POST", "/v1/conversations", json={}))["id"]
             self.turns[name] = []
-        question = f"Question {self._next()}?"
+        question = f"Question {next(self._numbers)}?"
         self.unsure.add(question)
         body = chat_body(MODEL, question, max_tokens=4, conversation=name, ignore_eos=True, retrieval=False)
         body |= {"stream": False, "stream_options": None}
