@@ -32,6 +32,21 @@ def answers_of(out: Path) -> list[dict[str, Any]]:
     return read_lines(*sorted(out.glob("answers-*.jsonl")))
 
 
+def answers_by_id(out: Path) -> dict[str, dict[str, Any]]:
+    """What stands in a folder of results; every id once."""
+    answers = answers_of(out)
+    found = {answer.get("custom_id", answer["id"]): answer for answer in answers}
+    assert len(found) == len(answers)
+    return found
+
+
+def text_of(answer: dict[str, Any], column: str) -> str:
+    """The text of an answer in either form; `column`: of the plain form."""
+    if "custom_id" in answer:
+        return str(answer["response"]["body"]["choices"][0]["message"]["content"])
+    return str(answer[column])
+
+
 def plain_rows(num_rows: int) -> list[dict[str, Any]]:
     return [{"id": f"q{n}", "question": f"Überfrage {n}?"} for n in range(num_rows)]
 
@@ -42,7 +57,4 @@ def uneven_rows(num_rows: int) -> list[dict[str, Any]]:
 
 
 def texts_of(out: Path, column: str = "answer") -> dict[str, str]:
-    """What stands in a folder of results; every id once."""
-    answers = answers_of(out)
-    assert len({answer["id"] for answer in answers}) == len(answers)
-    return {answer["id"]: answer[column] for answer in answers}
+    return {name: text_of(answer, column) for name, answer in answers_by_id(out).items()}

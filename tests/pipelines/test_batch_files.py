@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from batch_files import CHAT, SEED, answers_of, chat_row, plain_rows, read_lines, write_lines
+from batch_files import SEED, answers_of, chat_row, plain_rows, read_lines, write_lines
 from openai.types.chat import ChatCompletion
 
 from pipelines.batch.output import JsonLines, OutputFolder
@@ -37,54 +37,16 @@ from ragspec.rag.grammar.edit_filters import WithheldEdit, WithholdReason
 from ragspec.rag.grammar.edits import Edit, EditKind
 
 USER = {"role": "user", "content": "Which bridge?"}
+WRONG_ROWS = read_lines(Path(__file__).with_name("wrong_rows.jsonl"))
 
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("record", "reason"),
-    [
-        (["a"], "a row must be a JSON object, not list"),
-        ({"question": "x"}, "a row needs an id"),
-        ({"id": True, "question": "x"}, "a row needs an id"),
-        ({"id": "", "question": "x"}, "the id is empty"),
-        ({"id": "a"}, "the row has no question"),
-        ({"id": "a", "question": None}, "the row has no question"),
-        ({"id": "a", "question": " "}, "the question is empty"),
-        ({"id": "a", "question": 3}, "the question must be a string, not int"),
-        ({"id": "a", "question": "nul \0"}, "the question holds a NUL"),
-        ({"id": "a", "question": "\ud800"}, "the question holds a lone surrogate"),
-        ({"id": "a", "question": "x", "temperature": "hot"}, "temperature must be a number"),
-        ({"id": "a", "question": "x", "temperature": float("nan")}, "temperature must be a number"),
-        ({"id": "a", "question": "x", "max_tokens": -1}, "max_tokens must be an integer"),
-        ({"id": "a", "question": "x", "max_tokens": 1.5}, "max_tokens must be an integer"),
-        ({"id": "a", "question": "x", "seed": "7"}, "seed must be an integer"),
-        ({"id": "a", "question": "x", "stop": [""]}, "stop must be a tuple"),
-        ({"id": "a", "question": "x", "logit_bias": {"no": 1.0}}, "logit_bias must map token ids"),
-        ({"id": "a", "question": "x", "n": 2}, "n must be 1 in a batch job"),
-        ({"custom_id": "a", "url": "/v1/embeddings", "body": {}}, f"only POST {CHAT} is served"),
-        ({"custom_id": "a", "url": CHAT}, "the row has no body"),
-        ({"custom_id": "a", "url": CHAT, "body": {"messages": []}}, "messages must be a list"),
-        ({"id": "a", "question": "x", "tenant": 3}, "the tenant must be a string"),
-        ({"id": "a", "question": "x", "filter": {"type": "eq"}}, "filter"),
-        ({"id": "a", "question": "x", "filter": "{"}, "not JSON"),
-        ({**chat_row("a"), "filter": {"type": "near"}}, "filter"),
-        (chat_row("a", tools=[{}]), "tools cannot be called"),
-        (chat_row("a", topp=0.5), "the body's parameter 'topp' is not supported"),
-        (chat_row("a", messages=[{"role": "system", "content": 3}, USER]), "content must be a string"),
-        (chat_row("a", messages=[{"role": "system", "content": "nul \0"}, USER]), "a system message holds a NUL"),
-        (chat_row("a", messages=[USER, {"role": "assistant", "content": "x"}, USER]), "a job has no chat history"),
-        (chat_row("a", temperature=[1]), "temperature must be a number"),
-        (
-            {"custom_id": "a", "url": CHAT, "body": {"messages": [{"role": "system", "content": "x"}]}},
-            "messages must hold one message of the user",
-        ),
-    ],
-)
-def test_a_wrong_row_is_refused_with_the_reason(record: Any, reason: str) -> None:
+@pytest.mark.parametrize("wrong", WRONG_ROWS, ids=lambda wrong: wrong["reason"])
+def test_a_wrong_row_is_refused_with_the_reason(wrong: dict[str, Any]) -> None:
     """A row that cannot be meant is answered anyway, or ends the job."""
-    with pytest.raises(InputError, match=reason):
-        parse_row(record, QUESTIONS).params(SamplingParams(), SEED)
+    with pytest.raises(InputError, match=wrong["reason"]):
+        parse_row(wrong["row"], QUESTIONS).params(SamplingParams(), SEED)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from batch_files import ASKED, SEED, answers_of, chat_row, read_lines, texts_of, uneven_rows, write_lines
+from batch_files import ASKED, SEED, answers_by_id, chat_row, read_lines, text_of, texts_of, uneven_rows, write_lines
 from typer.testing import CliRunner, Result
 
 from pipelines.batch import backend as batch_backend
@@ -201,7 +201,7 @@ def test_a_job_keeps_tenants_apart_and_its_generation(
     monkeypatch.setattr(batch_backend, "_load_in_process", load)
     begun = job(place, inputs, tmp_path / "out")
     run_job(changed(begun, "retriever", index_dir=str(tmp_path / "index")), RagTask())
-    answers = {answer.get("custom_id", answer["id"]): answer for answer in answers_of(tmp_path / "out")}
+    answers = answers_by_id(tmp_path / "out")
     details = {**answers, "chat": answers["chat"]["response"]["body"]["ragspec"]}
     assert details["ann"]["passages"] == details["chat"]["passages"] == ["secret#0"]
     assert all("secret#0" not in details[name]["passages"] and details[name]["passages"] for name in ("bob", "none"))
@@ -215,10 +215,7 @@ def test_a_system_message_is_read_as_in_a_chat(place: Path, loaded: Runtime, tmp
     inputs = write_lines(tmp_path / "in.jsonl", [chat_row("own", messages=messages), chat_row("none", "Which mill?")])
     begun = job(place, inputs, tmp_path / "out")
     run_job(begun, RagTask())
-    texts = {
-        answer["custom_id"]: answer["response"]["body"]["choices"][0]["message"]["content"]
-        for answer in answers_of(tmp_path / "out")
-    }
+    texts = texts_of(tmp_path / "out")
     assert loaded.retriever is not None
     params = parse_row(chat_row("own"), QUESTIONS).params(begun.defaults, SEED)
     asked = tuple(Message(message["role"], message["content"]) for message in messages)
@@ -243,8 +240,8 @@ def test_a_job_answers_as_the_pipeline_does(place: Path, loaded: Runtime, tmp_pa
 
     assert (summary.num_answered, summary.num_failed, summary.num_skipped) == (13, 2, 0)
     _check_speed(summary.to_dict(out))
-    answers = {answer.get("custom_id", answer["id"]): answer for answer in answers_of(out)}
-    assert len(answers_of(out)) == len(answers) == 13
+    answers = answers_by_id(out)
+    assert len(answers) == 13
     assert loaded.retriever is not None
     pipeline = Pipeline(loaded.retriever, loaded.engine, loaded.prompts, num_passages=2)
     for row in [*plain, {"id": 1, "question": "Which mill?", "temperature": 0.0}, chat]:
@@ -252,9 +249,8 @@ def test_a_job_answers_as_the_pipeline_does(place: Path, loaded: Runtime, tmp_pa
         expected = pipeline.ask(parsed.text, parsed.params(begun.defaults, SEED))
         answer = answers[parsed.id]
         got = answer["response"]["body"] if parsed.openai else answer
-        text = got["choices"][0]["message"]["content"] if parsed.openai else got["answer"]
         details = got["ragspec"] if parsed.openai else got
-        assert text == expected.text
+        assert text_of(answer, "answer") == expected.text
         assert got["system_fingerprint"] == expected.system_fingerprint
         assert details["passages"] == [passage.id for passage in expected.passages]
         assert details["seed"] == expected.seed

@@ -4,6 +4,7 @@ Questions by rule are answered by their quotes; those that a model writes are ke
 """
 
 import gzip
+import json
 import os
 import shutil
 import subprocess
@@ -160,28 +161,9 @@ def test_the_committed_rows_keep_to_the_rule() -> None:
         assert row.file.licence and is_inside == (row.kind != UNANSWERABLE)
 
 
-PUMP_PAGE = """<html><head><title>pump{n} - moves water</title></head><body><h1>pump{n} - moves water</h1>
-<p>To stop pump number {n} safely, use the red lever at its side.</p>
-<p>Unlike old pumps of kind {n}, modern {n} pumps can run without any oil.</p>
-<h2>Options</h2><dl>
-<dt>--speed{n} TURNS</dt><dd>Set the speed of the pump. The default is 4{n} turns.</dd>
-<dt>--quiet</dt><dd>If the pump is loud.</dd></dl>
-<p>To clean pump number {n} run:</p><pre>pump{n} --clean now</pre>
-<p>To oil pump number {n} run:</p><p>Nothing announced stands here.</p>
-<table><tr><th>Name</th><th>Default</th></tr><tr><td>width{n}</td><td>80 columns</td></tr></table>
-</body></html>"""
-QUESTIONS = {
-    "How do I stop pump number {n} safely?": "To stop pump number {n} safely, use the red lever at its side.",
-    "How do modern {n} pumps differ from old pumps of kind {n}?": (
-        "Unlike old pumps of kind {n}, modern {n} pumps can run without any oil."
-    ),
-    "What does the option --speed{n} of pump{n} do?": "--speed{n} TURNS\n\nSet the speed of the pump.",
-    "What is the default of the option --speed{n} of pump{n}?": (
-        "--speed{n} TURNS\n\nSet the speed of the pump. The default is 4{n} turns."
-    ),
-    "How do I clean pump number {n}?": "To clean pump number {n} run:\n\npump{n} --clean now",
-    "What is the default of width{n} in Options?": "| width{n} | 80 columns |",
-}
+PUMP_PAGE = Path(__file__).with_name("pump_page.html").read_text()
+QUESTIONS = json.loads(Path(__file__).with_name("pump_questions.json").read_text())
+"""Of that page: what the rules ask, and the quotes."""
 
 
 def write_pages(folder: Path, count: int) -> Path:
