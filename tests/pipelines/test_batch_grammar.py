@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_files import SEED, answers_of, chat_row, read_lines, write_lines
+from batch_files import SEED, answers_by_id, chat_row, read_lines, text_of, write_lines
 from tiny_target import SENTENCES
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from pipelines.batch.backend import BackendSpec, Runtime
 from pipelines.batch.job import Job, run_job
@@ -41,13 +41,13 @@ def test_a_job_corrects_as_the_library_does(place: Path, loaded: Runtime, tmp_pa
     assert (summary.num_answered, summary.num_failed) == (6, 2)
     assert {row["id"] for row in read_lines(tmp_path / "out" / "errors.jsonl")} == {"stop", "empty"}
     corrector = Grammar(loaded.engine, loaded.prompts)
-    answers = {answer.get("custom_id", answer["id"]): answer for answer in answers_of(tmp_path / "out")}
+    answers = answers_by_id(tmp_path / "out")
     for row in [*rows[:5], rows[-1]]:
         parsed = parse_row(row, TEXTS)
         expected = corrector.correct(parsed.text, parsed.params(begun.defaults, SEED))
         got = answers[parsed.id]
         details = got["response"]["body"]["ragspec"] if parsed.openai else got
-        text = got["response"]["body"]["choices"][0]["message"]["content"] if parsed.openai else got["corrected"]
+        text = text_of(got, "corrected")
         assert text == expected.corrected
         assert apply_edits(parsed.text, [Edit(**edit) for edit in details["edits"]]) == text
         assert [tuple(span) for span in details["unfinished"]] == list(expected.unfinished)
@@ -112,29 +112,31 @@ def test_files_of_text_come_back_as_files(tmp_path: Path) -> None:
         collect_texts(folder / "data.bin", out, told.append)
 
 
+def corrected(place: Path, inputs: Path, out: Path, *more: str) -> Result:
+    call = ["--input", str(inputs), "--out", str(out), "--config", str(place / "config.yaml"), "--address", "local"]
+    return CliRunner().invoke(app, [*call, "--max-tokens", "8", *more])
+
+
 def test_a_job_of_files_corrects_and_goes_on(place: Path, loaded: Runtime, tmp_path: Path) -> None:
     """Files that are corrected again from the start; other guards for the second half."""
     folder, out = tmp_path / "in", tmp_path / "out"
     folder.mkdir()
     for number in range(3):
         (folder / f"{number}.md").write_text(f"# Title\n\n{TEXT}")
-    call = ["--input", str(folder), "--out", str(out), "--config", str(place / "config.yaml"), "--address", "local"]
-    first = CliRunner().invoke(app, [*call, "--max-tokens", "8"])
+    first = corrected(place, folder, out)
     assert first.exit_code == 0, first.stderr
     assert sorted(path.name for path in (out / "files").iterdir()) == ["0.md", "1.md", "2.md"]
-    again = CliRunner().invoke(app, [*call, "--max-tokens", "8"])
-    assert json.loads(again.stdout.splitlines()[-1])["skipped"] == 3
-    other = CliRunner().invoke(app, [*call, "--max-tokens", "8", "--max-edit-ratio", "0.2"])
+    assert json.loads(corrected(place, folder, out).stdout.splitlines()[-1])["skipped"] == 3
+    other = corrected(place, folder, out, "--max-edit-ratio", "0.2")
     assert other.exit_code == 1 and "max_edit_ratio" in other.stderr
     rows = (out / "input" / "texts.jsonl").read_bytes()
     (folder / "0.md").unlink()
     (folder / "1.md").write_text("Other.")
     with OutputFolder(out):  # a job that runs there: what it reads stays
-        busy = CliRunner().invoke(app, [*call, "--max-tokens", "8"])
+        busy = corrected(place, folder, out)
     assert busy.exit_code == 1 and "another job writes to" in busy.stderr
     assert (out / "input" / "texts.jsonl").read_bytes() == rows
-    changed = CliRunner().invoke(app, [*call, "--max-tokens", "8"])
-    assert json.loads(changed.stdout.splitlines()[-1])["failed"] == 1
+    assert json.loads(corrected(place, folder, out).stdout.splitlines()[-1])["failed"] == 1
     assert [path.name for path in (out / "files").iterdir()] == ["2.md"]  # no text that is of no file any more
 
 
@@ -154,8 +156,7 @@ def test_files_are_written_though_a_row_failed_and_none_may(
 
     monkeypatch.setattr(GrammarTask, "row_result", failing)
     (folder / "b.md").write_text(f"{TEXT} And more.")
-    call = ["--input", str(folder), "--out", str(out), "--config", str(place / "config.yaml"), "--address", "local"]
-    ended = CliRunner().invoke(app, [*call, "--max-tokens", "8", "--strict"])
+    ended = corrected(place, folder, out, "--strict")
     assert ended.exit_code == 1 and json.loads(ended.stdout.splitlines()[-1])["failed"] == 1
     assert [path.name for path in (out / "files").iterdir()] == ["a.md"]
 

@@ -8,9 +8,8 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,8 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
+from stand_ins import until
 from tiny_target import save_model
 
 from pipelines.benchmark import ROOT
@@ -40,22 +41,23 @@ TURNS = [("Question 1?", "one"), ("Question 2?", "two")]
 # -- answers -----------------------------------------------------------------------------------------------------------
 
 
-@contextlib.asynccontextmanager
-async def serving(method: str, path: str, answer: Callable[[web.Request], Awaitable[Any]]) -> AsyncIterator[str]:
-    app = web.Application()
-    app.router.add_route(method, path, answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+def clients_after(
+    path: str,
+    answer: Callable[[web.Request], Awaitable[Any]],
+    send: Callable[[FaultClients, aiohttp.ClientSession], Awaitable[None]],
+) -> FaultClients:
+    """Clients that have sent something to a service of one route."""
 
+    async def served() -> FaultClients:
+        app = web.Application()
+        app.router.add_route("*", path, answer)
+        async with TestServer(app) as server:
+            clients = FaultClients(str(server.make_url("")), "key", ["Why?"], max_tokens=4)
+            async with clients._session() as session:
+                await send(clients, session)
+            return clients
 
-def clients_of(url: str) -> FaultClients:
-    return FaultClients(url, "key", ["Why?"], max_tokens=4)
+    return asyncio.run(served())
 
 
 @pytest.mark.parametrize(
@@ -78,15 +80,13 @@ def test_an_acknowledged_turn_is_there_once_and_unchanged(kept: list[tuple[str, 
         data = [{"id": str(n), "content": [{"text": texts[n]}]} for n in range(begin, min(begin + 3, len(texts)))]
         return web.json_response({"data": data, "has_more": begin + 3 < len(texts)})
 
-    async def counted() -> Counter[str]:
-        async with serving("GET", "/v1/conversations/{name}/items", items) as url:
-            clients = clients_of(url)
-            clients.turns["conv"] = list(TURNS)
-            clients.unsure.add("Question 3?")
-            await clients.check()
-            return clients.counts
+    async def check(clients: FaultClients, _: aiohttp.ClientSession) -> None:
+        clients.turns["conv"] = list(TURNS)
+        clients.unsure.add("Question 3?")
+        await clients.check()
 
-    assert +asyncio.run(counted()) == ({} if mark is None else {mark: 1})
+    clients = clients_after("/v1/conversations/{name}/items", items, check)
+    assert +clients.counts == ({} if mark is None else {mark: 1})
 
 
 def test_an_answer_is_remembered_as_its_conversation_keeps_it() -> None:
@@ -96,15 +96,11 @@ def test_an_answer_is_remembered_as_its_conversation_keeps_it() -> None:
         message = {"choices": [{"message": {"content": "a\0b"}}], "ragspec": {"kept": True}}
         return web.json_response(message)
 
-    async def remembered() -> list[tuple[str, str]]:
-        async with serving("POST", "/v1/chat/completions", reply) as url:
-            clients = clients_of(url)
-            clients.turns["conv"] = []
-            async with clients._session() as session:
-                await clients._turn(session)
-            return clients.turns["conv"]
+    async def ask(clients: FaultClients, session: aiohttp.ClientSession) -> None:
+        clients.turns["conv"] = []
+        await clients._turn(session)
 
-    assert asyncio.run(remembered()) == [("Question 1?", "a\ufffdb")]
+    assert clients_after("/v1/chat/completions", reply, ask).turns["conv"] == [("Question 1?", "a\ufffdb")]
 
 
 @pytest.mark.parametrize(
@@ -134,16 +130,12 @@ def test_a_stream_may_be_cut_and_not_changed(pieces: list[str], end: bytes, coun
             request.transport.close()
         return reply
 
-    async def counted() -> Counter[str]:
-        async with serving("POST", "/v1/chat/completions", stream) as url:
-            clients = clients_of(url)
-            clients.expected = ["one"]
-            async with clients._session() as session:
-                with contextlib.suppress(aiohttp.ClientError, Refused):
-                    await clients._checked_stream(session)
-            return clients.counts
+    async def listen(clients: FaultClients, session: aiohttp.ClientSession) -> None:
+        clients.expected = ["one"]
+        with contextlib.suppress(aiohttp.ClientError, Refused):
+            await clients._checked_stream(session)
 
-    assert +asyncio.run(counted()) == counts
+    assert +clients_after("/v1/chat/completions", stream, listen).counts == counts
 
 
 # -- disk --------------------------------------------------------------------------------------------------------------
@@ -194,9 +186,7 @@ def test_a_rank_is_struck_and_no_other_process(injector: Injector, sleepers: lis
     """The group's first process struck in place of another, a shard struck, a stop that kills."""
     struck = injector._inject(Fault("rank", "stop"))
     assert (struck.victim, struck.replicas) == ("engine-0", {"engine-0": 3.0})
-    deadline = time.monotonic() + 60.0
-    while Process.of(sleepers[1].pid).state() != "T" and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: Process.of(sleepers[1].pid).state() == "T", "the stop", 60.0)
     assert [Process.of(process.pid).state() == "T" for process in sleepers] == [False, True, False]
     injector._inject(Fault("engine", "kill"))
     assert sleepers[0].wait(60.0) == -signal.SIGKILL

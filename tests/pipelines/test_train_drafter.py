@@ -12,8 +12,8 @@ import torch
 from tiny_target import save_model, tiny_tokenizer
 
 from pipelines import train_drafter
-from pipelines.train_drafter import parser, run_of
-from ragspec.config import TargetConfig
+from pipelines.train_drafter import DrafterRun, parser, run_of
+from ragspec.config import DEFAULT_TARGET, TargetConfig
 from ragspec.drafting.eagle.checkpoint import read_head
 from ragspec.drafting.eagle.layout import EagleFamily, HeadConfig
 from ragspec.drafting.heads.learning import Inputs, LossWeights, Objective
@@ -36,41 +36,48 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_model("llama", folder, num_hidden_layers=6, max_position_embeddings=1024))
 
 
+@pytest.fixture(scope="module")
+def loaded(target: str) -> FrozenTarget:
+    return FrozenTarget.load(TargetConfig(model=target))
+
+
+def run_with(options: str, folder: Path, target: str = DEFAULT_TARGET) -> DrafterRun:
+    """The run of these options, with data and output in `folder`."""
+    where = ["--data", str(folder), "--out", str(folder), "--target", target]
+    return run_of(parser().parse_args(["--family", *options.split(), *where]))
+
+
 def test_options_reach_the_plan(tmp_path: Path) -> None:
     """An ablation that is silently the default run."""
-    ablation = "--inputs feature+unshifted-token --position-decay 0.5 --ttt-steps 6 --step-tokens 99".split()
-    where = ["--data", str(tmp_path), "--out", str(tmp_path / "out")]
-    run = run_of(parser().parse_args(["--family", "eagle3", *where, *ablation, "--aux-layers", "1", "2", "3"]))
+    ablation = "--inputs feature+unshifted-token --position-decay 0.5 --ttt-steps 6 --step-tokens 99"
+    run = run_with(f"eagle3 {ablation} --aux-layers 1 2 3", tmp_path)
     assert (run.family, run.aux_layers) == (EagleFamily.EAGLE3, (1, 2, 3))
     assert run.plan.objective.inputs is Inputs.UNSHIFTED
     assert (run.plan.objective.position_decay, run.plan.objective.num_steps, run.plan.step_tokens) == (0.5, 6, 99)
     steps = {}
     for family in ("eagle", "eagle2"):
-        run = run_of(parser().parse_args(["--family", family, *where]))
+        run = run_with(family, tmp_path)
         assert run.family is EagleFamily.EAGLE
         steps[family] = run.plan.objective.num_steps
     assert steps == {"eagle": 1, "eagle2": 3}
 
 
-def test_hass_and_poss_have_their_papers_losses_and_layers(target: str, tmp_path: Path) -> None:
+def test_hass_and_poss_have_their_papers_losses_and_layers(loaded: FrozenTarget, target: str, tmp_path: Path) -> None:
     """HASS trained as EAGLE-2, or all specialists for one position."""
-    where = ["--data", str(tmp_path), "--out", str(tmp_path), "--target", target]
-    loaded = FrozenTarget.load(TargetConfig(model=target))
     cases = {"hass": (3, 1, 0), "poss": (6, 6, 1), "poss --steps 8 --positions-per-layer 3": (8, 3, 3)}
     for options, (steps, *layers) in cases.items():
-        run = run_of(parser().parse_args(["--family", *options.split(), *where]))
+        run = run_with(options, tmp_path, target)
         config = train_drafter.config_of(run, loaded)
         assert isinstance(config, HeadConfig) and config.family is EagleFamily.EAGLE
         assert [config.num_layers, config.positions_per_layer] == layers
         wanted = Objective(steps, 1.0, noise=0.2, loss_weights=LossWeights(1.0, 0.1, 0.0, 1.0), is_detached=True)
         assert run.plan.objective == wanted
     with pytest.raises(InputError, match="five numbers"):
-        run_of(parser().parse_args(["--family", "hass", *where, "--loss-weights", *"123456"]))
+        run_with("hass --loss-weights 1 2 3 4 5 6", tmp_path)
 
 
-def test_a_head_to_begin_with_gives_its_weights_to_all_specialists(target: str, tmp_path: Path) -> None:
+def test_a_head_to_begin_with_gives_its_weights_to_all_specialists(loaded: FrozenTarget, tmp_path: Path) -> None:
     """Specialists began at random, or a head of another shape was half copied."""
-    loaded = FrozenTarget.load(TargetConfig(model=target))
     first = fresh_head(head_config(loaded, EagleFamily.EAGLE), loaded, None, seed=5)
     write_trained(tmp_path / "first", first, first.state_dict(), "target")
     poss = fresh_head(head_config(loaded, EagleFamily.EAGLE, (), None, 3, 2), loaded, None, seed=6)
@@ -83,13 +90,11 @@ def test_a_head_to_begin_with_gives_its_weights_to_all_specialists(target: str, 
         start_from(other, tmp_path / "first")
 
 
-def test_a_narrower_head_begins_with_the_largest_neurons_of_the_target(target: str, tmp_path: Path) -> None:
+def test_a_narrower_head_begins_with_the_largest_neurons_of_the_target(
+    loaded: FrozenTarget, target: str, tmp_path: Path
+) -> None:
     """A narrower feed-forward network began at random, or with gates and outputs of different neurons."""
-    where = ["--data", str(tmp_path), "--out", str(tmp_path), "--target", target]
-    loaded = FrozenTarget.load(TargetConfig(model=target))
-    config = train_drafter.config_of(
-        run_of(parser().parse_args(["--family", "eagle3", *where, "--intermediate-size", "5"])), loaded
-    )
+    config = train_drafter.config_of(run_with("eagle3 --intermediate-size 5", tmp_path, target), loaded)
     assert isinstance(config, HeadConfig) and config.intermediate_size == 5
     own, theirs = fresh_head(config, loaded, None, seed=5).layer().mlp, loaded.model.model.layers[-1].mlp
     norms = [
@@ -101,13 +106,11 @@ def test_a_narrower_head_begins_with_the_largest_neurons_of_the_target(target: s
     assert torch.equal(own.up_proj.weight, theirs.up_proj.weight[kept])
     assert torch.equal(own.down_proj.weight, theirs.down_proj.weight[:, kept])
     with pytest.raises(InputError, match="intermediate-size"):
-        run_of(parser().parse_args(["--family", "medusa", *where, "--intermediate-size", "5"]))
+        run_with("medusa --intermediate-size 5", tmp_path)
 
 
-def test_options_of_medusa_and_hydra_reach_the_head(target: str, tmp_path: Path) -> None:
+def test_options_of_medusa_and_hydra_reach_the_head(loaded: FrozenTarget, target: str, tmp_path: Path) -> None:
     """A network more or less than was asked for, or the loss of another family."""
-    where = ["--data", str(tmp_path), "--out", str(tmp_path), "--target", target]
-    loaded = FrozenTarget.load(TargetConfig(model=target))
     cases = {
         "medusa": ("medusa", 4, 1, False, True, 0.8, (0, 0, 1)),
         "medusa --steps 3 --layers 2 --target-output": ("medusa", 3, 2, False, False, 0.8, (0, 0, 1)),
@@ -116,7 +119,7 @@ def test_options_of_medusa_and_hydra_reach_the_head(target: str, tmp_path: Path)
         "hydra --not-grounded --loss-weights 0 1 0.5": ("hydra", 4, 1, False, True, 1.0, (0, 1, 0.5)),
     }
     for options, (family, *sizes, decay, weights) in cases.items():
-        run = run_of(parser().parse_args(["--family", *options.split(), *where]))
+        run = run_with(options, tmp_path, target)
         config = train_drafter.config_of(run, loaded)
         head = train_drafter.make_head(config, run.plan, loaded, lambda rng: Encoded([], []))
         assert isinstance(config, PositionConfig) and config.family.value == family
@@ -129,26 +132,24 @@ def test_options_of_medusa_and_hydra_reach_the_head(target: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "families"),
     [
-        ("--family medusa --inputs token", "eagle and eagle2 and eagle3 and hass and poss"),
-        ("--family hydra --draft-vocab 100", "eagle3 and peagle and dflash and dspark"),
-        ("--family hydra --target-output", "medusa"),
-        ("--family medusa --not-grounded", r"hydra and hydra\+\+"),
-        ("--family eagle --layers 2", r"dflash and dspark and medusa and hydra and hydra\+\+"),
-        ("--family hass --positions-per-layer 2", "poss"),
-        ("--family medusa --start .", "eagle and eagle2 and eagle3 and hass and poss and peagle and dflash and dspark"),
+        ("medusa --inputs token", "eagle and eagle2 and eagle3 and hass and poss"),
+        ("hydra --draft-vocab 100", "eagle3 and peagle and dflash and dspark"),
+        ("hydra --target-output", "medusa"),
+        ("medusa --not-grounded", r"hydra and hydra\+\+"),
+        ("eagle --layers 2", r"dflash and dspark and medusa and hydra and hydra\+\+"),
+        ("hass --positions-per-layer 2", "poss"),
+        ("medusa --start .", "eagle and eagle2 and eagle3 and hass and poss and peagle and dflash and dspark"),
     ],
 )
 def test_an_option_of_another_family_is_refused(options: str, families: str, tmp_path: Path) -> None:
     """The run would be another than its command line says."""
-    args = parser().parse_args([*options.split(), "--data", str(tmp_path), "--out", str(tmp_path)])
-    with pytest.raises(InputError, match=rf"{options.split()[2]} is an option of {families}$"):
-        run_of(args)
+    with pytest.raises(InputError, match=rf"{options.split()[1]} is an option of {families}$"):
+        run_with(options, tmp_path)
 
 
 def test_only_as_many_answers_are_drawn_as_were_asked_for(tmp_path: Path) -> None:
     """A longer cache under the same directory would change every text of a resumed run."""
-    where = ["--family", "eagle", "--data", str(tmp_path), "--out", str(tmp_path)]
-    run = run_of(parser().parse_args([*where, "--answers", "target", "--num-answers", "3"]))
+    run = run_with("eagle --answers target --num-answers 3", tmp_path)
     rows = [AnswerOrigin("target", 0, 320, "texts")._asdict(), *({"ids": [n] * 3, "num_prompt": 1} for n in range(9))]
     (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     draw = train_drafter.text_sampler(run, AnswerEncoder(tiny_tokenizer()))
@@ -157,18 +158,9 @@ def test_only_as_many_answers_are_drawn_as_were_asked_for(tmp_path: Path) -> Non
 
 def test_the_number_of_answers_belongs_to_the_plan_only_where_some_are_drawn(tmp_path: Path) -> None:
     """A run on the data sets' answers that is refused at resume for an option it never read."""
-    where = ["--family", "eagle", "--data", str(tmp_path), "--out", str(tmp_path), "--num-answers", "7"]
-    found = {kind: run_of(parser().parse_args([*where, "--answers", kind])).plan for kind in ("dataset", "both")}
-    assert {kind: (plan.answers, plan.num_answers) for kind, plan in found.items()} == {
-        "dataset": ("dataset", 0), "both": ("both", 7),
-    }  # fmt: skip
-
-
-def test_a_missing_data_directory_is_refused(tmp_path: Path) -> None:
-    """Found only after the target has answered for an hour."""
-    args = parser().parse_args(["--family", "eagle", "--data", str(tmp_path / "none"), "--out", str(tmp_path)])
-    with pytest.raises(InputError, match="no data directory"):
-        run_of(args)
+    for kind, count in (("dataset", 0), ("both", 7)):
+        plan = run_with(f"eagle --num-answers 7 --answers {kind}", tmp_path).plan
+        assert (plan.answers, plan.num_answers) == (kind, count)
 
 
 @pytest.mark.parametrize(("options", "reason"), [

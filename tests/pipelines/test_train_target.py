@@ -29,21 +29,16 @@ def test_probes_stand_at_even_shares_however_often_a_run_is_taken_up() -> None:
     assert not is_probed(0, 1, 0.0, 1.0)
 
 
-def test_a_missing_data_directory_ends_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A traceback, after the run's folder was made."""
-    options = ["--target", str(tmp_path), "--data", str(tmp_path / "none"), "--out", str(tmp_path / "out")]
+@pytest.mark.parametrize(("data", "reason"), [("none", "error: there is no data directory"), (".", r"no config\.json")])
+def test_missing_data_or_a_missing_target_end_in_one_line(
+    data: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A traceback, from the depths of transformers or after the run's folder was made."""
+    options = ["--target", str(tmp_path), "--data", str(tmp_path / data), "--out", str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", ["train_target", *options])
-    with pytest.raises(SystemExit, match="error: there is no data directory"):
+    with pytest.raises(SystemExit, match=reason):
         train_target.main()
     assert not (tmp_path / "out").exists()
-
-
-def test_a_missing_target_ends_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A traceback from the depths of transformers says less."""
-    options = ["--target", str(tmp_path), "--data", str(tmp_path), "--out", str(tmp_path / "out")]
-    monkeypatch.setattr(sys, "argv", ["train_target", *options])
-    with pytest.raises(SystemExit, match=r"no config\.json"):
-        train_target.main()
 
 
 def test_options_reach_the_plan(tmp_path: Path) -> None:
