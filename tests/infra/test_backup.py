@@ -57,11 +57,8 @@ def test_a_backup_made_while_serving_is_restored_with_documents_and_conversation
         body["messages"] = [{"role": "user", "content": "Where does the river rise?"}]
         client.post("/v1/chat/completions", json=body).raise_for_status()
         turns = items(client, conversation)
-        busy, written, ended = (
-            str(client.post("/v1/conversations", json={}).json()["id"]),
-            Counter[str](),
-            threading.Event(),
-        )
+        busy = str(client.post("/v1/conversations", json={}).json()["id"])
+        written, ended = Counter[str](), threading.Event()
 
         def upload() -> None:
             while not ended.is_set():

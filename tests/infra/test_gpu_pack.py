@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from infra_parts import ROOT, ran
 from tiny_target import chat_tokenizer, save_model
 
-ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "infra" / "gpu"))
 
 pack = importlib.import_module("pack")
@@ -65,10 +65,7 @@ def test_what_is_unpacked_is_what_training_reads(run: Run, data: Path, tmp_path:
     (book,) = map(json.loads, (out / "data/books/classic_books.jsonl").read_text().splitlines())
     assert book["number"] == 0
     script = "import importlib.metadata as m, one; print(m.distribution('iniconfig').locate_file('').name, one.ONE)"
-    ran = subprocess.run(
-        [sys.executable, "-S", "-c", script], env={"PYTHONPATH": str(out / "site")}, capture_output=True
-    )
-    assert ran.stdout.split() == [b"site", b"1"]
+    assert ran(sys.executable, "-S", "-c", script, env={"PYTHONPATH": str(out / "site")}).split() == ["site", "1"]
 
 
 def test_the_check_names_its_parts_and_refuses_others() -> None:
@@ -139,19 +136,10 @@ def test_both_commands_train_from_a_pack_with_lean_packages(
     chat_tokenizer().save_pretrained(target)
     row = {"question": "Who?", "passage": "It was Ann.", "quote": "It was Ann."}
     row |= {"kind": "written", "path": "a", "licence": "MIT"}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    options = [
-        "--data",
-        training_data,
-        "--books-mib",
-        "1",
-        "--documentation",
-        tmp_path / "rows.jsonl",
-        "--model",
-        target,
-    ]
-    packed = [sys.executable, "infra/gpu/pack.py", "training", tmp_path / "pack", *options]
-    subprocess.run(packed, cwd=ROOT, check=True, timeout=900)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(row) + "\n")
+    options = ["--data", training_data, "--books-mib", "1", "--documentation", rows, "--model", target]
+    ran(sys.executable, "infra/gpu/pack.py", "training", tmp_path / "pack", *options, cwd=ROOT, timeout=900)
     done, work = check("train", PACK=tmp_path / "pack", CHATS=20, MINUTES="0.05", ROWS=1, PROBES=0), tmp_path / "work"
     assert done.returncode == 0, done.stderr[-3000:]
     assert (work / "build/gpu/adapter/adapter/adapter_model.safetensors").exists()
@@ -173,5 +161,4 @@ for package in sys.argv[1].split():
 @pytest.mark.slow
 def test_the_engine_imports_without_services(lean: dict[str, str]) -> None:
     """Whoever carries the engine to a machine with a GPU had to install Ray, FAISS and a web server for it."""
-    found = subprocess.run([sys.executable, "-c", SCRIPT, PACKAGES], cwd=ROOT, env=lean, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr[-2000:]
+    ran(sys.executable, "-c", SCRIPT, PACKAGES, cwd=ROOT, env=lean)

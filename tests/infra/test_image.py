@@ -43,15 +43,10 @@ def normal(name: str) -> str:
 def test_every_package_is_pinned_with_its_hash(device: str) -> None:
     """Bug guarded: an image that is another one tomorrow, or a dependency that was added and not locked."""
     packages = locked(device)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    wanted = [
-        *project["dependencies"],
-        *extras[device],
-        *extras["otlp"],
-        *extras["mcp"],
-        *tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"],
-    ]
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project, extras = settings["project"], settings["project"]["optional-dependencies"]
+    of_extras = [each for name in (device, "otlp", "mcp") for each in extras[name]]
+    wanted = [*project["dependencies"], *of_extras, *settings["build-system"]["requires"]]
     names = {normal(re.match(r"[\w.-]+", each)[0]) for each in wanted}  # type: ignore[index]
     assert names <= packages.keys()
     assert ("nvidia-cublas" in packages) is (device == "gpu")
@@ -166,31 +161,20 @@ def container(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Builde
 def test_the_image_starts_answers_is_scraped_and_stops_in_time(container: tuple[Builder, str], tmp_path: Path) -> None:
     """Bug guarded: an image that was never built, lacks a file, or is killed in the middle of its answers."""
     builder, name = container
-    builder.must("run", name, "--", "sh", "-c", "echo 'The old mill of Kirby opens at nine in the morning.' > mill.txt")
-    builder.must("run", name, "--", "ragspec", "index", "add", "mill.txt", "--index", "/data/index")
-    key = json.loads(builder.must("run", name, "--", "ragspec", "keys", "add", "--trusted", "--tenant", "a", "--json"))[
-        "key"
-    ]
-    assert builder.must("run", name, "--", "id", "-u") == "10001"
-    (used,) = re.findall(
-        r"\d+", builder.must("run", name, "--", "du", "-sxm", "--exclude=/proc", "--exclude=/sys", "/opt")
-    )
+
+    def inside(*command: str) -> str:
+        return builder.must("run", name, "--", *command)
+
+    inside("sh", "-c", "echo 'The old mill of Kirby opens at nine in the morning.' > mill.txt")
+    inside("ragspec", "index", "add", "mill.txt", "--index", "/data/index")
+    key = json.loads(inside("ragspec", "keys", "add", "--trusted", "--tenant", "a", "--json"))["key"]
+    assert inside("id", "-u") == "10001"
+    (used,) = re.findall(r"\d+", inside("du", "-sxm", "--exclude=/proc", "--exclude=/sys", "/opt"))
     assert int(used) < MOST_MB
     alone = Builder(builder.folder, "unshare", "--net")  # no network, and no loopback either
     asked = json.loads(alone.must("run", name, "--", "ragspec", "ask", QUESTION, "--index", "/data/index", "--json"))
     assert "nine" in asked["text"]
-    serve = (
-        "ragspec",
-        "serve",
-        "--host",
-        "0.0.0.0",
-        "--keys",
-        "/data/keys.json",
-        "--index",
-        "/data/index",
-        "--port",
-        "0",
-    )
+    serve = "ragspec serve --host 0.0.0.0 --keys /data/keys.json --index /data/index --port 0".split()
     with (tmp_path / "log").open("w+") as log:
         process = builder.started(name, *serve, stdout=subprocess.PIPE, stderr=log)
         try:

@@ -71,12 +71,9 @@ def unknown_parts(words: list[str]) -> list[str]:
         command = command.commands[word]
     if command.context_settings.get("ignore_unknown_options"):  # a job's own options
         return []
-    known = options_of(command) | {"--help"}
-    return [
-        word
-        for word in words
-        if re.fullmatch(r"--?[a-z][a-z-]*", word.partition("=")[0]) and word.partition("=")[0] not in known
-    ]
+    given = (word.partition("=")[0] for word in words)
+    options = (word for word in given if re.fullmatch(r"--?[a-z][a-z-]*", word))
+    return [option for option in options if option not in options_of(command) | {"--help"}]
 
 
 def test_the_service_of_kuberay_is_one_that_serve_and_the_service_start() -> None:
