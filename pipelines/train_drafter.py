@@ -30,8 +30,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
-from torch import Tensor
-
 from pipelines.train import training_run
 from ragspec.config import DEFAULT_TARGET, DraftingConfig, EngineConfig, TargetConfig
 from ragspec.drafting.block.checkpoint import BlockFamily
@@ -278,17 +276,13 @@ def config_of(run: DrafterRun, target: FrozenTarget) -> HeadConfig | BlockConfig
     default = SMALL_DRAFT_VOCABULARY if target.vocab_size <= SMALL_VOCABULARY else DRAFT_VOCABULARY
     draft_vocab = run.draft_vocab or min(target.vocab_size, default)
     aux_layers = run.aux_layers or initialisation.spread_aux_layers(target.num_layers)
-    count = -(-run.plan.objective.num_steps // run.positions_per_layer) if run.positions_per_layer else 1
+    num_steps, a_layer = run.plan.objective.num_steps, run.positions_per_layer
+    num_layers = -(-num_steps // a_layer) if a_layer else run.num_blocks
+    sizes = num_layers, a_layer, run.intermediate_size
     if isinstance(run.family, EagleFamily):
-        layers = count, run.positions_per_layer
-        return initialisation.head_config(
-            target, run.family, aux_layers, draft_vocab, *layers, intermediate_size=run.intermediate_size
-        )
-    num_layers, width = run.num_blocks, run.intermediate_size
-    shape = initialisation.head_config(
-        target, EagleFamily.EAGLE3, aux_layers, draft_vocab, num_layers, intermediate_size=width
-    )
-    return initialisation.block_config(shape, run.family, run.plan.objective.num_steps, run.markov_rank)
+        return initialisation.head_config(target, run.family, aux_layers, draft_vocab, *sizes)
+    shape = initialisation.head_config(target, EagleFamily.EAGLE3, aux_layers, draft_vocab, *sizes)
+    return initialisation.block_config(shape, run.family, num_steps, run.markov_rank)
 
 
 def make_head(
@@ -303,14 +297,12 @@ def make_head(
     if isinstance(config, PositionConfig):
         return initialisation.fresh_position_head(config, target, plan.seed)
     shape = config.shape if isinstance(config, BlockConfig) else config
-    return initialisation.fresh_head(config, target, vocabulary_of(shape, sample_text, plan.seed), plan.seed)
-
-
-def vocabulary_of(config: HeadConfig, sample_text: TextSampler, seed: int) -> Tensor | None:
-    """The draft vocabulary, or None if the head drafts all of the target's tokens."""
-    if config.draft_vocab_size == config.vocab_size:
-        return None
-    return draft_vocabulary(sample_text, seed, config.draft_vocab_size, config.vocab_size, VOCABULARY_TEXTS)
+    vocabulary = None
+    if shape.draft_vocab_size < shape.vocab_size:
+        vocabulary = draft_vocabulary(
+            sample_text, plan.seed, shape.draft_vocab_size, shape.vocab_size, VOCABULARY_TEXTS
+        )
+    return initialisation.fresh_head(config, target, vocabulary, plan.seed)
 
 
 def probe(trainer: DrafterTrainer, probes: dict[str, list[MicroBatch]]) -> dict[str, float]:

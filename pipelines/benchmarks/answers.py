@@ -221,19 +221,23 @@ def _retrieved(collection: datasets.Collection, bench: Answers) -> Row:
     row: Row = {"num_questions": len(asked.queries)}
     for name, mode in _MODES.items():
         retriever = Retriever(encoder, store, RetrieverConfig(mode=mode), follow=False)
-        ids, texts = list(asked.queries), list(asked.queries.values())
+        found = passages_of(retriever, list(asked.queries.values()), 2 * _DEPTH)
         recalls: list[float] = []
         gains: list[float] = []
-        for first in range(0, len(ids), _AT_ONCE):
-            found = retriever.retrieve(texts[first : first + _AT_ONCE], 2 * _DEPTH).passages
-            for query_id, passages in zip(ids[first : first + _AT_ONCE], found, strict=True):
-                ranking = list(dict.fromkeys(passage.document_id for passage in passages))[:_DEPTH]
-                relevant = {key: grade for key, grade in collection.relevant[query_id].items() if grade > 0}
-                recalls.append(sum(document in relevant for document in ranking) / max(1, len(relevant)))
-                gains.append(ndcg([relevant.get(document, 0) for document in ranking], list(relevant.values())))
+        for query_id, passages in zip(asked.queries, found, strict=True):
+            ranking = list(dict.fromkeys(passage.document_id for passage in passages))[:_DEPTH]
+            relevant = {key: grade for key, grade in collection.relevant[query_id].items() if grade > 0}
+            recalls.append(sum(document in relevant for document in ranking) / max(1, len(relevant)))
+            gains.append(ndcg([relevant.get(document, 0) for document in ranking], list(relevant.values())))
         row[f"recall10_{collection.name}_{name}"] = target_scores.mean(recalls)
         row[f"ndcg_{collection.name}_{name}"] = target_scores.mean(gains)
     return row
+
+
+def passages_of(retriever: Retriever, texts: Sequence[str], count: int) -> Iterator[Sequence[Passage]]:
+    """The best passages of each text."""
+    for first in range(0, len(texts), _AT_ONCE):
+        yield from retriever.retrieve(texts[first : first + _AT_ONCE], count).passages
 
 
 def ndcg(grades: Sequence[int], all_grades: Sequence[int]) -> float:
@@ -262,11 +266,8 @@ def _follow_ups(bench: Answers) -> Row:
     store = bench.run.store(known.documents, bench.encoder)
     retriever = Retriever(bench.encoder, store, RetrieverConfig(), follow=False)
     for name, texts in queries.items():
-        num_found = 0
-        for first in range(0, len(texts), _AT_ONCE):
-            passages = retriever.retrieve(texts[first : first + _AT_ONCE], TOP).passages
-            pairs = zip(questions[first : first + _AT_ONCE], passages, strict=True)
-            num_found += sum(any(p.document_id == each.gold for p in best) for each, best in pairs)
+        pairs = zip(questions, passages_of(retriever, texts, TOP), strict=True)
+        num_found = sum(any(p.document_id == each.gold for p in best) for each, best in pairs)
         row[name] = num_found / max(len(texts), 1)
     return row
 
