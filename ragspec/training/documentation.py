@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import re
 import tempfile
+import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,18 @@ from ragspec.retrieval.chunking import chunk, sentences
 from ragspec.retrieval.reading import read_file
 from ragspec.retrieval.search.bm25 import Postings, PostingsBuilder, sparse_query
 from ragspec.training.sentences import Part, is_quotable, normalise, quotable_parts
+
+_WORDS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+
+def _pattern(text: str) -> str:
+    """A pattern of `documentation.toml` with its parts in their places."""
+    for name, part in _WORDS["parts"].items():
+        text = text.replace(f"{{{name}}}", part)
+    return text.replace("\n", "")
+
+
+_PATTERNS = {name: re.compile(_pattern(text)) for name, text in _WORDS["patterns"].items()}
 
 
 class RuleMatch(NamedTuple):
@@ -59,31 +72,12 @@ def matches(document: Document, passage: Passage, tool: str) -> Iterator[RuleMat
             yield from _of_sentence(text, part, tool)
 
 
-_TERM = re.compile(
-    r"(?:\.\. (?:c:|py:)?(?P<directive>[a-z]+):: )?(?P<option>[‘'\"`]?-{1,2}\w[\w-]*)?(?P<name>[^\n]{0,70}?)[’'\"`]?\s*:?"
-)
-_TERM_QUESTIONS = {
-    "option": "What does the option {} do?", "cmdoption": "What does the option {} do?", "class": "What is {}?",
-    "envvar": "What does the environment variable {} do?", "data": "What is {}?", "attribute": "What is {}?",
-    "macro": "What is {}?", "exception": "When is {} raised?",
-}  # fmt: skip
-_NO_TERM = re.compile(
-    r"(?i)(?:note|notes|warning|caution|tip|hint|important|example|examples|see|see also|usage|synopsis|syntax|"
-    r"parameters?|arguments?|returns?|raises|version|changed|new|added|deprecated|default|description|options?|"
-    r"attention|todo|where|or|and|danger|summary)\b.*"
-)
+_TERM = _PATTERNS["term"]
+_TERM_QUESTIONS: dict[str, str] = _WORDS["term_questions"]
+_NO_TERM = _PATTERNS["no_term"]
 _NAME = re.compile(r"(?:class |static |const |async )*(?P<name>[A-Za-z_$@%][\w.$:@%+-]*)(?:\s*(?:[(=\[<{].*)?)")
-_NO_DEFINITION = (
-    "The *", "If ", "Using ", "Note", "See ", "Deprecated", "For ", "As ", "In ", "When ", "Changed", "New in", "There ",
-    "This is ", "Same as ", "Like ", "Example", "Type:", "By default", "These ", "It ", "You ", "Default", "We ", "(",
-    "Also ", "However", "But ", "Please", "Since ", "Available", "Added", "Possible", "Valid ", "Grammar", "Syntax",
-    "Value", "Context", "Status", "That ", "They ", "Its ", "Such ", "Here", "So ", "Then ", "Otherwise", "Thus",
-    "Therefore", "No ", "Not ",
-)  # fmt: skip
-_DEFAULT = re.compile(
-    r"(?:\b[Dd]efaults? (?:[a-z]+ )?(?:is|to)(?: of)?|\b[Dd]efault(?: value)?:|\(default)"
-    r" (?P<value>[^\s,;)(][^,;)(\n]{0,40}?)(?=\.?(?:[,;)\n]|\s|$))"
-)
+_NO_DEFINITION = tuple(_WORDS["no_definition"])
+_DEFAULT = _PATTERNS["default"]
 
 
 def _of_terms(document: Document, passage: Passage, tool: str) -> Iterator[RuleMatch]:
@@ -148,9 +142,7 @@ def _of_heading(document: Document, passage: Passage, parts: Sequence[Part]) -> 
 
 
 _ASKING_STEMS = frozenset("what when where which does shoul with".split())
-_POINTS_BACK = re.compile(
-    r"\b(?:this|these|it|that|they|them|following|above|below|manual|document|section|chapter|help)\b", re.IGNORECASE
-)
+_POINTS_BACK = _PATTERNS["points_back"]
 
 
 def _shares_words(question: str, answer: str) -> bool:
@@ -160,28 +152,8 @@ def _shares_words(question: str, answer: str) -> bool:
     return held > len(stems) / 2
 
 
-_VERBS = (
-    "install|create|add|start|stop|restart|enable|disable|configure|build|compile|remove|delete|list|check|test|show|"
-    "convert|copy|set|set up|update|upgrade|mount|open|close|connect|change|restore|verify|generate|export|import|"
-    "define|declare|load|print|initialize|clone|edit"
-)
-_RUN = (
-    r"(?:you (?:can|must|need to|should|have to) )?(?:simply |just |first )?(?:use|run|type|enter|issue|execute|do|add|set|call"
-    r"|put|invoke|write|specify)"
-)
-_FIRST = r"(?:Then |Now |First,? |Finally,? |Next,? )?"
-_ANNOUNCING = (
-    rf"To (?:also |then |now |still )?(?P<aim>[a-z]+ [^,.:]{{6,80}}?),? {_RUN}\b[^.]{{0,90}}:",
-    rf"{_FIRST}(?:[Yy]ou|[Oo]ne) can (?:also |then |now |still )?(?P<aim>[a-z]+ [^,.:]{{8,80}}?)"
-    r"(?: (?:with|by|using|like|as)\b[^.]{0,70})?:",
-    rf"{_FIRST}(?:[Uu]se|[Rr]un|[Tt]ype|[Ee]nter|[Ii]ssue|[Ee]xecute)\b[^.:]{{0,70}}? to (?P<aim>[a-z]+ [^,.:]{{6,80}}?):",
-    rf"(?P<aim>(?:{_VERBS}) [^,.:]{{6,70}}?)(?: (?:with|by|using|like|as follows|as)\b[^.]{{0,50}})?:",
-)
-_ANNOUNCING_LIST = re.compile(
-    r"(?:The )?(?:following|supported|available|possible) (?P<what>[a-z-]+ [a-z -]{3,40}?) (?P<are>are|can be|is|"
-    r"may be) (?P<how>supported|available|allowed|defined|provided|recognized|possible|used|accepted|required|valid|"
-    r"understood)[^.:]{0,50}:"
-)
+_ANNOUNCING = [_pattern(each) for each in _WORDS["announcing"]]
+_ANNOUNCING_LIST = _PATTERNS["announcing_list"]
 
 
 def _of_announcement(text: str, part: Part, tool: str) -> Iterator[RuleMatch]:
@@ -211,68 +183,10 @@ def _mine(question: str) -> str:
     return re.sub(r"\byourself\b", "myself", re.sub(r"\byou\b", "I", question))
 
 
-_SUBJECT = r"(?P<subject>(?:(?:[Aa]n?|[Tt]he) )?[\w`*:~.{}<>\" ()=/_-]{3,90}?)"
-_NAMED = (
-    r"(?P<subject>[Tt]he [\w`*.:$/<>_-]{2,40}(?: [\w-]{2,20})? (?:option|command|directive|module|parameter|setting|"
-    r"variable|flag|function|file|attribute|keyword|program|tool|utility|plugin|method|class|filter|section|field|"
-    r"property|argument|script|daemon|server|library|statement)|[`*]*[a-z][\w.-]*[_.(-][\w.()-]*[`*]*|"
-    r"[A-Z][a-z]+[A-Z]\w+)"
-)
-_DOES = (
-    "specifies|defines|controls|determines|sets|enables|disables|provides|contains|returns|prints|displays|lists|"
-    "creates|removes|converts|reads|writes|deletes|starts|stops|checks|generates|shows|adds|limits|tells|causes|"
-    "allows|describes|stores|turns|forces|prevents|manages|handles|supports|represents|changes|indicates|holds|runs|"
-    "sends|takes|implements|restricts|updates"
-)
-_STEP = "you (?:can|must|need|should)|use|run|set|call|add|specify|create|pass|just|simply|do|define|make|type"
-_BEING = "is|are|does|do|has|have|will|can"
-_HOW = r"faster|slower|more \w+|less \w+|simpler|safer|easier|larger|smaller|cheaper"
-_RULES = (
-    (" ", "definition", rf"{_SUBJECT} (?P<is>is|are) (?:an?|the|one of) [a-z].{{25,}}", "What {is} {subject}?"),
-    (" used ", "definition", rf"{_SUBJECT} (?P<is>is|are) used (?:to|for|when|by|as|in) .{{12,}}",
-     "What {is} {subject} used for?"),
-    (" ", "option", rf"{_NAMED} (?:{_DOES}) .{{15,}}", "What does {subject} do?"),
-    ("default", "default", r"(?:The|Its) default (?:value |setting )?(?:of|for) (?P<subject>[^,;:]{3,50}?) is"
-    r" (?P<value>[^;:]{1,60}?)\.?",
-     "What is the default of {subject}?"),
-    ("efaults to ", "default", rf"{_NAMED} defaults to (?P<value>[^;:]{{1,60}}?)\.?",
-     "What does {subject} default to?"),
-    ("y default", "default", rf"By default,? {_NAMED} (?P<is>is|are|uses|has|listens|will|does|runs|looks|writes"
-    rf"|reads|creates) .{{8,}}",
-     "What does {subject} do by default?"),
-    ("To ", "how-to", rf"To (?:also |then |now |still )?(?P<aim>[a-z]+ [^,.]{{8,90}}), (?:{_STEP})\b.{{8,}}", "How do I {aim}?"),
-    ("ou can ", "how-to", r"(?:You|you) can (?:also |then |now |optionally |either )?(?P<aim>[a-z]+ [^,.;]{8,80}?) "
-     r"(?:by|using|via|with the) .{8,}", "How can I {aim}?"),
-    ("se ", "how-to", r"(?:You )?[Uu]se (?P<tool>[^,.;]{3,60}) to (?P<aim>[a-z]+ [^,.;]{8,80})\.$", "What can I use to {aim}?"),
-    ("f you want to ", "how-to", r"If you (?:want|wish|would like) to (?P<aim>[a-z]+ [^,.]{8,80}), .{12,}", "How do I {aim}?"),
-    ("If ", "condition", r"If (?P<case>(?:the|no|an?|you) [^,.;]{12,80}), (?:then )?(?:the|an?|it|they|all|any"
-    r"|no|each|only|[A-Z]\w+|[\w.-]+ "
-     r"(?:will|is|are|does|assumes)) (?!may|can)[^?]{20,}", "What happens if {case}?"),
-    ("Unlike ", "comparison", rf"Unlike (?!with\b)(?P<other>[^,.]{{3,60}}), (?P<this>.{{3,60}}?) (?:{_BEING}"
-    rf"|must|cannot)\b.{{10,}}",
-     "How does {this} differ from {other}?"),
-    ("imilar to ", "comparison", r"(?P<this>[^,.]{3,60}?) (?:is|works|behaves)(?: very)? similar(?:ly)? to"
-    r" (?P<other>[^,.;]{3,50}?),? "
-     r"(?:but|except|with the exception)\b.{10,}", "How does {this} differ from {other}?"),
-    ("difference between", "comparison", r"The (?:main |only |key )?difference between (?P<this>[^,.]{3,60}) and "
-     r"(?P<other>[^,.]{3,60}?) is .{10,}", "What is the difference between {this} and {other}?"),
-    (" than ", "comparison", rf"(?P<this>[^,.]{{3,60}}?) (?:is|are) (?:much |often |usually |generally"
-    rf" )?(?P<how>{_HOW}) than (?P<other>[^,.;]{{3,60}})\b.*",
-     "Which is {how}: {this} or {other}?"),
-    (", whereas ", "comparison", r"(?P<this>[^,.]{4,60}?) [^,]{5,90}, whereas (?P<other>[^,.]{4,40}?) "
-     rf"(?:{_BEING}|only|always)\b.{{5,}}", "How do {this} and {other} differ?"),
-)  # fmt: skip
-"""A text that every match holds; the kind; the beginning of a sentence; the question, made of the named parts."""
+_RULES = [(each["holds"], each["kind"], _pattern(each["pattern"]), each["question"]) for each in _WORDS["rules"]]
+"""A text that every match holds; the kind; the pattern of a sentence; the question, made of the named groups."""
 _CLAUSE = re.compile(r"\b(?:that|which|shows|because|when|where|replaces|this|it|if|and|or|has|have|will|can|must)\b")
-_VAGUE = re.compile(
-    r"(?i)^\W|^\w+ing \w|^(?:(?:presumably|although|if|with|for|when|in|on|it|this|that|these|those|they|there|he|which|"
-    r"what|here|all|each|another|some|one|both|such|other|most|many|its|however|also|note|example|but|and|so|to|by|at|"
-    r"as|we|you|i|everything|something|nothing|another|none|only|therefore|thus|since|once|after|before|during)\b|"
-    r"the (?:above|following|latter|former|first|second|third|next|only|same|other|last|previous|resulting|main)\b)|"
-    r"^(?:the|an?) [a-z]+$|\b(?:that problem|do so|doing so|similar tasks)\b|\b(?:while|currently|optional|desired|"
-    r"below|above|following|them|this|these|those|it|its|here|previous|respectively|he|she|they|their|such)\b|"
-    r"[][{}<>`\\|]|\(|^.{0,2}$"
-)
+_VAGUE = _PATTERNS["vague"]
 _NAMES = re.compile(r"\w[._/:-]\w|[-_/$~]\w|\w[A-Z]|\b[A-Z]{2}|\d|\S [A-Z]|[\"“]")
 """A name of a program, file, option or thing, in distinction to common words."""
 MAX_PART_WORDS, MAX_SUBJECT_WORDS = 14, 6
@@ -426,10 +340,7 @@ def rule_questions(document: Document, tool: str, num_asked: Counter[str]) -> It
                     yield passage, found._replace(question=question)
 
 
-_INCOMPLETE = re.compile(
-    r"\b(?:via|with|when|by|using|I|as|is|of|for|so|the|and|or|then|that|in|to|from|at"
-    r"|the (?:plugin|module|program|package|tool|feature|script|file|server|service))\?$|[^\x00-\u024f\u2010-\u2026]"
-)
+_INCOMPLETE = _PATTERNS["incomplete"]
 """The end of a question whose rest was cut, or whose thing has no name; a letter of another script."""
 
 
