@@ -28,6 +28,7 @@ import re
 import subprocess
 import tarfile
 import tempfile
+import tomllib
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -345,23 +346,7 @@ _LEAST_WORDS = 7
 """Of a part that is asked about."""
 _LEAST_PARTS, _LEAST_PROSE = 3, 25
 """Parts of a passage that is read, and words of its sentences."""
-_SYSTEM = (
-    "You help to test a search engine for software documentation. You read one passage, cut into numbered parts. Questions are "
-    "such as users type who have never seen the passage: how to do something, what something is or does, a default or limit, "
-    'why or when. A question names the program, option, file or idea that it is about, never says "this", "it" or "the '
-    'passage", and does not repeat the words of the answer.'
-)
-_WRITE = (
-    'The passage is from "{heading}". Write one short question in plain English that part [{number}] alone answers completely. '
-    "Reply with the question alone."
-)
-_FIND = (
-    "Question: {question}\nWhich part answers this question? Reply with its number alone, or with 0 if no part does."
-)
-_JUDGE = (
-    "Question: {question}\nAnswer: {answer}\nIs the question clear to a person who has not seen the passage, and does the answer "
-    "alone answer all of it? Reply with yes or no."
-)
+_TOLD: dict[str, str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 _QUESTION = re.compile(r"\W{0,3}(?P<question>[A-Z][^\n?]{10,160}\?)")
 _VAGUE = re.compile(
     r"(?i)\b(?:this|these|those|that (?:command|option|file|value|section|method|case)|it|its|they|them|passage|text|part|above"
@@ -397,7 +382,7 @@ class Reading(NamedTuple):
 
     def wish(self, part: Part) -> str:
         heading = self.passage.heading or self.passage.title
-        return _WRITE.format(heading=heading, number=self.number(part))
+        return _TOLD["write"].format(heading=heading, number=self.number(part))
 
     @property
     def asked_parts(self) -> list[Part]:
@@ -423,10 +408,10 @@ def readings_of(file: PackageFile, document: Document) -> Iterator[Reading]:
 
 
 class QuestionWriter:
-    """`seed`: with equal seeds, readings and models, the questions are equal."""
+    """With equal readings and models, the questions are equal."""
 
-    def __init__(self, engine: EngineLike, prompts: PromptBuilder, seed: int = 0) -> None:
-        self._engine, self._prompts, self._seed = engine, prompts, seed
+    def __init__(self, engine: EngineLike, prompts: PromptBuilder) -> None:
+        self._engine, self._prompts = engine, prompts
 
     def write(self, readings: Iterable[Reading]) -> Iterator[tuple[Reading, list[WrittenQuestion]]]:
         """Every reading with the questions that were kept. Raises: EngineError."""
@@ -437,10 +422,10 @@ class QuestionWriter:
             replies = zip(wanted, texts, strict=True)
             written = [(each, WrittenQuestion(_question(text), part)) for (each, part), text in replies]
             asked = [(each, q) for each, q in written if tells_something(q.question, each.text_of(q.part))]
-            found = self._replies([(each, _FIND.format(question=q.question)) for each, q in asked], _NUMBER)
+            found = self._replies([(each, _TOLD["find"].format(question=q.question)) for each, q in asked], _NUMBER)
             numbers = zip(asked, map(_number, found), strict=True)
             agreed = [(each, q) for (each, q), number in numbers if number == each.number(q.part)]
-            wishes = [_JUDGE.format(question=q.question, answer=each.text_of(q.part)) for each, q in agreed]
+            wishes = [_TOLD["judge"].format(question=q.question, answer=each.text_of(q.part)) for each, q in agreed]
             judged = self._replies([(each, wish) for (each, _), wish in zip(agreed, wishes, strict=True)], _YES)
             kept = [pair for pair, text in zip(agreed, judged, strict=True) if text.strip().lower().startswith("yes")]
             for reading in some:
@@ -452,8 +437,8 @@ class QuestionWriter:
         for reading, wish in wishes:
             numbered = "\n".join(f"[{n}] {reading.text_of(part)}" for n, part in enumerate(reading.parts, start=1))
             user = f"Passage:\n{numbered}\n\n{wish}"
-            ids = self._prompts.tokens([Message("system", _SYSTEM), Message("user", user)])
-            key = f"{self._seed} {reading.passage.id} {wish}"
+            ids = self._prompts.tokens([Message("system", _TOLD["system"]), Message("user", user)])
+            key = f"0 {reading.passage.id} {wish}"  # as the committed rows were written
             seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7])
             requests.append(Request(f"{seed:x}", ids, replace(params, seed=seed)))
         return [completion.text for completion in self._engine.generate(requests)] if requests else []
