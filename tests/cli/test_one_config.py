@@ -22,14 +22,6 @@ from ragspec.engine.checkpoints.target_files import check_target
 from ragspec.engine.loading import load_engine
 from ragspec.errors import ConfigError, ModelError
 
-WHOLE = """
-retriever: {num_passages: 2}
-target: {adapter: none}
-chat: {max_carried: 2}
-service: {port: 8123, keys_file: keys.json, data_dir: data}
-topology: {num_replicas: 2}
-"""
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -46,7 +38,7 @@ def written(folder: Path, text: str) -> Path:
 
 def test_sections_of_other_commands_are_checked_and_left_out(tmp_path: Path) -> None:
     """`ask` refused the file that `serve` had taken: "service: Extra inputs are not permitted"."""
-    loaded = settings_of(written(tmp_path, WHOLE))
+    loaded = settings_of(Path(__file__).with_name("whole.yaml"))
     assert type(loaded) is PipelineConfig and loaded.retriever.num_passages == 2
     for wrong, reason in (
         ("service: {prot: 1}", r"service\.prot.*did you mean 'port'"),
