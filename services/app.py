@@ -52,8 +52,8 @@ def build_app(backend: ServiceBackend, keys: KeyStore) -> FastAPI:
         from services.mcp import McpRoute
 
         app.router.routes.append(Route(MCP, McpRoute(backend), methods=["POST"]))
-    app.add_exception_handler(HTTPException, _raise_http_error)
-    app.add_exception_handler(RequestValidationError, _raise_validation_error)
+    app.exception_handler(HTTPException)(_raise_http_error)
+    app.exception_handler(RequestValidationError)(_raise_validation_error)
     if backend.telemetry is not None:
         app.add_middleware(TracingMiddleware, telemetry=backend.telemetry)
     app.add_middleware(AuthMiddleware, backend=backend, keys=keys)
@@ -64,16 +64,14 @@ def build_app(backend: ServiceBackend, keys: KeyStore) -> FastAPI:
     return app
 
 
-async def _raise_http_error(_: Request, error: Exception) -> NoReturn:
+async def _raise_http_error(_: Request, error: HTTPException) -> NoReturn:
     """Unknown routes and methods, and errors that FastAPI wrapped while it read a form."""
-    assert isinstance(error, HTTPException)
     if isinstance(error.__cause__, ApiError | ClientGone):
         raise error.__cause__ from None
     raise ApiError(error.status_code, str(error.detail), headers=error.headers) from None
 
 
-async def _raise_validation_error(_: Request, error: Exception) -> NoReturn:
-    assert isinstance(error, RequestValidationError)
+async def _raise_validation_error(_: Request, error: RequestValidationError) -> NoReturn:
     raise validation_error(error.errors()) from None
 
 

@@ -2,7 +2,7 @@
 
 Owns their order of construction and closing. Knows no HTTP.
 
->>> with ServiceBackend.embedded(config, retriever) as backend:      # one process
+>>> with ServiceBackend.embedded(config) as backend:                 # one process
 ...     app = build_app(backend, SingleKey())
 >>> with clustered("ragspec", config) as backend: ...                # on a deployment of `ragspec cluster up`
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from ragspec.rag.chat.chat import Chat
 from ragspec.rag.chat.conversations import ConversationStore
 from ragspec.rag.grammar.dictionaries import DictionaryStore
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.steps import RetrieverLike, default_params
+from ragspec.rag.steps import Closeable, RetrieverLike, default_params
 from ragspec.retrieval.batching_retriever import BatchingRetriever, CachingRetriever
 from ragspec.retrieval.encoder import Encoder, TextEncoder
 from ragspec.retrieval.index.pointer import configured_index_dir
@@ -79,7 +79,7 @@ class ServedModel:
     token_texts: TokenTexts
 
 
-class ServiceBackend(AbstractContextManager["ServiceBackend"]):
+class ServiceBackend(Closeable):
     """The running parts of one service. `models` are its models by name; `target` is the first of them, which answers."""
 
     def __init__(
@@ -121,17 +121,11 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
         ]
 
     @classmethod
-    def embedded(
-        cls, config: ServiceConfig, retriever: Retriever | None = None, say: Say = log_progress
-    ) -> ServiceBackend:
-        """Loads everything into this process. `retriever` None: the configured one. `say`: as for `load_engine`.
-
-        Raises: ConfigError, StoreError, ModelError.
-        """
-        retriever = retriever or Retriever.from_config(config.retriever, config.encoder)
+    def embedded(cls, config: ServiceConfig) -> ServiceBackend:
+        """Loads everything into this process. Raises: ConfigError, StoreError, ModelError."""
+        retriever = Retriever.from_config(config.retriever, config.encoder)
         with ExitStack() as stack:
-            models = load_models(config, stack, say)
-            return cls(models, retriever, config, stack.pop_all().close)
+            return cls(load_models(config, stack), retriever, config, stack.pop_all().close)
 
     @property
     def lost(self) -> str:
@@ -142,9 +136,6 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
     def close(self) -> None:
         for close in self._closing:
             close()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _watch_load(self) -> None:
         watch, limiter = self.metrics.watch, self.rate_limiter

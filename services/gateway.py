@@ -20,6 +20,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import NoReturn
 
 from starlette.datastructures import Headers
@@ -121,10 +122,8 @@ class AuthMiddleware:
             self._metrics.rejected("key")
             raise ApiError(401, "a valid key is needed: Authorization: Bearer ...")
         scope["state"]["caller"] = caller
-        if caller.trusted and scope["path"] == METRICS:  # Why uncounted: a full or draining service must stay visible
-            await self._run_route(scope, incoming, response)
-            return
-        with self._rate_limiter.admit(caller):
+        is_uncounted = caller.trusted and scope["path"] == METRICS  # Why: a full or draining service must stay visible
+        with nullcontext() if is_uncounted else self._rate_limiter.admit(caller):
             await self._run_route(scope, incoming, response)
 
     async def _run_route(self, scope: Scope, incoming: IncomingRequest, response: OutgoingResponse) -> None:

@@ -44,7 +44,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 from urllib.parse import parse_qs
 
@@ -240,14 +240,12 @@ class RateLimiter:
     async def drained(self, timeout_s: float) -> bool:
         """Refuses new requests and waits for running ones. Returns whether all of them ended."""
         self.draining = True
-        deadline_s = self._clock() + timeout_s
-        while self.running:
-            self._request_ended.clear()
-            try:
-                await asyncio.wait_for(self._request_ended.wait(), max(0.0, deadline_s - self._clock()))
-            except TimeoutError:
-                return not self.running
-        return True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.running:
+                    self._request_ended.clear()
+                    await self._request_ended.wait()
+        return not self.running
 
     def _refuse(self, reason: str, message: str, wait_s: float, *, code: str | None = None, type: str = "") -> NoReturn:
         self._metrics.rejected(reason)
@@ -330,21 +328,20 @@ def check_json(body: bytes) -> None:
     deep, or has a string with a NUL character or half a surrogate pair.
     """
     check_num_items(body, MAX_JSON_ITEMS)
-    max_depth = MAX_JSON_DEPTH
     try:
         value = _STRICT_JSON.decode(body.decode("utf-8"))
     except UnicodeDecodeError as cause:
         raise ApiError(400, f"the body is not UTF-8: byte {cause.start}") from None
     except RecursionError:
-        raise ApiError(400, f"the body is nested more than {max_depth} deep") from None
+        raise ApiError(400, f"the body is nested more than {MAX_JSON_DEPTH} deep") from None
     except json.JSONDecodeError as cause:
         raise ApiError(400, f"the body is not JSON: {cause.msg} at character {cause.pos}") from None
     except ValueError as cause:  # a number of thousands of digits
         raise ApiError(400, f"the body is not JSON: {cause}") from None
     level, depth = [value], 0
     while level:
-        if depth > max_depth:
-            raise ApiError(400, f"the body is nested more than {max_depth} deep")
+        if depth > MAX_JSON_DEPTH:
+            raise ApiError(400, f"the body is nested more than {MAX_JSON_DEPTH} deep")
         children: list[Any] = []
         for each in level:
             if isinstance(each, str):

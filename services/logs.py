@@ -9,11 +9,10 @@ Owns the format of a line. Messages are constants; all values go into `extra`, s
 import contextvars
 import json
 import logging
-import sys
 import traceback
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 current_request: contextvars.ContextVar[str] = contextvars.ContextVar("ragspec_request", default="")
 """The request id of the running task."""
@@ -46,9 +45,9 @@ def frames_of(trace: TracebackType | None) -> list[str]:
     return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(trace)]
 
 
-def start_logging(level: int = logging.INFO, stream: TextIO | None = None) -> None:
+def start_logging(level: int = logging.INFO) -> None:
     """Makes this process log JSON: the service and the library from `level` on, other libraries from warnings on."""
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = logging.StreamHandler()  # to stderr
     handler.setFormatter(JsonFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]

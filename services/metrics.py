@@ -225,9 +225,8 @@ class Telemetry:
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         except ImportError as cause:
-            raise ConfigError(
-                "service.telemetry.exporter is otlp, which needs: pip install opentelemetry-exporter-otlp-proto-http"
-            ) from cause
+            needed = "pip install opentelemetry-exporter-otlp-proto-http"
+            raise ConfigError(f"service.telemetry.exporter is otlp, which needs: {needed}") from cause
         return cls(OTLPSpanExporter(), model, content=config.content)
 
     def begin(self, operation: str, headers: Headers, request_id: str) -> Span:

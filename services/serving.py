@@ -75,7 +75,7 @@ def build_app(args: dict[str, Any]) -> Application:
         "ray_actor_options": {"num_cpus": _NUM_CPUS},
     } | given.deployment_config
     try:
-        return _deployment().options(**options).bind(args)
+        return cast(Deployment, serve.deployment(serve.ingress()(Replica))).options(**options).bind(args)
     except (TypeError, ValueError) as cause:
         raise ConfigError(f"deployment_config: {cause}") from cause
 
@@ -167,7 +167,3 @@ def _backend(cluster: str, settings: ServiceConfig) -> Iterator[ServiceBackend]:
             engine_only = Topology(num_shards=0, num_encoders=0)
             stack.enter_context(EngineDeployment.up(engine_only, settings, name=cluster))
         yield stack.enter_context(clustered(cluster, settings))
-
-
-def _deployment() -> Deployment:
-    return cast(Deployment, serve.deployment(serve.ingress()(Replica)))

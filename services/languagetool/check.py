@@ -48,6 +48,7 @@ _CONTEXT_CHARS = 40
 _WORD_AFTER = re.compile(r"\w+|\S")
 _WORD_BEFORE = re.compile(r"(?:\w+|\S)\Z")
 _MAX_WORD_CHARS = 100
+_OTHER_LANGUAGE = "The text seems to be {}, and only English is corrected"
 _UNFINISHED = "There was not enough time for all of the text, or the correction of a sentence had no end"
 _REWRITTEN = "The model rewrote {} of the sentences instead of correcting them; these were not checked"
 _UNPROVEN = "The model left most sentences of a test as wrong as they were, so one without a match may be wrong too"
@@ -219,35 +220,35 @@ def _list_of(fields: Mapping[str, str], name: str) -> tuple[str, ...]:
 
 def check_reply(language: str, found: GuessedLanguage, corrected: Corrected | None) -> dict[str, Any]:
     """`language`: the requested code. `corrected` None: the text is not English."""
-    warnings: dict[str, Any] = {"incompleteResults": False}
-    matches, ranges = list[dict[str, Any]](), list[list[int]]()
-    if corrected is None:
-        reason = f"The text seems to be {found.name}, and only English is corrected"
-        warnings = {"incompleteResults": True, "incompleteResultsReason": reason}
-    else:
+    reason, matches, ranges = _incomplete(found, corrected), list[dict[str, Any]](), list[list[int]]()
+    if corrected is not None:
         offsets = Utf16Offsets(corrected.correction.text)
         matches = matches_of(corrected.correction, corrected.marked, offsets)
         ranges = [[offsets.units(start), offsets.units(end)] for start, end in corrected.correction.sentences]
-        if name := corrected.correction.other_language:
-            reason = f"The text seems to be {name}, and only English is corrected"
-            warnings = {"incompleteResults": True, "incompleteResultsReason": reason}
-        elif corrected.correction.unfinished:
-            warnings = {"incompleteResults": True, "incompleteResultsReason": _UNFINISHED}
-        elif num_rewritten := corrected.correction.num_rewritten:
-            warnings = {"incompleteResults": True, "incompleteResultsReason": _REWRITTEN.format(num_rewritten)}
-        elif corrected.is_unproven:
-            warnings = {"incompleteResults": True, "incompleteResultsReason": _UNPROVEN}
     code, confidence = language if language in LANGUAGES else found.code, found.confidence
     detected = {"name": found.name, "code": found.code, "confidence": confidence, "source": "words"}
     rates = [{"language": found.code.split("-")[0], "rate": confidence}]
     return {
         "software": _SOFTWARE,
-        "warnings": warnings,
+        "warnings": {"incompleteResults": bool(reason)} | ({"incompleteResultsReason": reason} if reason else {}),
         "language": {"name": LANGUAGES.get(code, found.name), "code": code, "detectedLanguage": detected},
         "matches": matches,
         "sentenceRanges": ranges,
         "extendedSentenceRanges": [{"from": start, "to": end, "detectedLanguages": rates} for start, end in ranges],
     }
+
+
+def _incomplete(found: GuessedLanguage, corrected: Corrected | None) -> str:
+    """Why sentences may be wrong that have no match; empty if there is no reason."""
+    if corrected is None:
+        return _OTHER_LANGUAGE.format(found.name)
+    if name := corrected.correction.other_language:
+        return _OTHER_LANGUAGE.format(name)
+    if corrected.correction.unfinished:
+        return _UNFINISHED
+    if num_rewritten := corrected.correction.num_rewritten:
+        return _REWRITTEN.format(num_rewritten)
+    return _UNPROVEN if corrected.is_unproven else ""
 
 
 def languages_reply() -> list[dict[str, str]]:

@@ -244,13 +244,12 @@ def _histogram(lengths: Sequence[int]) -> list[int]:
 
 
 def _summed(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    total = usages[0]
-    for each in usages[1:]:
-        total = {
-            name: _summed([value, each[name]]) if isinstance(value, dict) else value + each[name]
-            for name, value in total.items()
-        }
-    return total
+    return {
+        name: _summed([each[name] for each in usages])
+        if isinstance(value, dict)
+        else sum(each[name] for each in usages)
+        for name, value in usages[0].items()
+    }
 
 
 class ResponseSender:
@@ -344,12 +343,12 @@ async def immediate(stream: EngineStream) -> AsyncIterator[ChoiceDelta | None]:
             yield ChoiceDelta(key, text, tuple(steps), steps[-1].finish_reason is not None)
 
 
-async def paced(stream: EngineStream, tick_s: float = TICK_S) -> AsyncIterator[ChoiceDelta | None]:
+async def paced(stream: EngineStream) -> AsyncIterator[ChoiceDelta | None]:
     """One delta of every unfinished choice a tick. Raises: as `EngineStream.next_deltas`."""
     loop = asyncio.get_running_loop()
     due_s, backlog, ended = loop.time(), dict.fromkeys(stream.keys, ""), set[ChoiceKey]()
     while backlog:
-        due_s = max(due_s + tick_s, loop.time())
+        due_s = max(due_s + TICK_S, loop.time())
         await asyncio.sleep(due_s - loop.time())
         by_choice = stream.take_deltas()
         for key, steps in by_choice.items():

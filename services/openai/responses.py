@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from concurrent.futures import Executor
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -107,28 +107,24 @@ class ResponseBody(GenerationBody):
         if self.instructions:
             messages.insert(0, {"role": "system", "content": self.instructions})
         same = ("model", "temperature", "top_p", "stream", "seed", "speculation", "conversation")
-        body = {name: getattr(self, name) for name in same} | {
+        return {name: getattr(self, name) for name in same} | {
             "max_tokens": self.max_output_tokens,
             "messages": messages,
+            "retrieval": self._chat_retrieval(),
+            "stream_options": self.stream_options and self.stream_options.model_dump(),
+            "response_format": self.text and self.text.format and self.text.format.response_format,
         }
+
+    def _chat_retrieval(self) -> bool | dict[str, Any] | None:
         if self.retrieval is not None:
-            given = self.retrieval
-            body["retrieval"] = given if isinstance(given, bool) else given.model_dump(exclude_none=True)
-        elif self.tools and self.tool_choice == "none":
-            body["retrieval"] = False
-        elif self.tools:
-            (search,) = self.tools
-            found = {
-                "vector_store_ids": search.vector_store_ids,
-                "num_passages": search.max_num_results,
-                "filter": search.filters,
-            }
-            body["retrieval"] = {name: value for name, value in found.items() if value is not None}
-        if self.stream_options is not None:
-            body["stream_options"] = self.stream_options.model_dump()
-        if self.text is not None and self.text.format is not None:
-            body["response_format"] = self.text.format.response_format
-        return body
+            return self.retrieval if isinstance(self.retrieval, bool) else self.retrieval.model_dump()
+        if not self.tools:
+            return None
+        if self.tool_choice == "none":
+            return False
+        (search,) = self.tools
+        names = {"vector_store_ids": search.vector_store_ids, "num_passages": search.max_num_results}
+        return names | {"filter": search.filters}
 
 
 def add_responses(router: APIRouter, backend: ServiceBackend, mailbox: DeltaMailbox, threads: Executor) -> None:
@@ -147,14 +143,6 @@ def add_responses(router: APIRouter, backend: ServiceBackend, mailbox: DeltaMail
         return GenerationResponse(partial(write, chat, context, threads, ResponsesFormat))
 
 
-class ResponseEvent(NamedTuple):
-    """`padded`: filled with random letters, as chunks of chat completions are."""
-
-    type: str
-    fields: Mapping[str, Any]
-    padded: bool = False
-
-
 class ResponsesFormat(ChatFormat):
     """A response with one message."""
 
@@ -167,31 +155,35 @@ class ResponsesFormat(ChatFormat):
     async def _send_stream(self, sender: ResponseSender) -> None:
         number = 0
 
-        async def send(*events: ResponseEvent) -> None:
+        async def send(*events: tuple[str, Mapping[str, Any]], padded: bool = False) -> None:
             """In one message to the socket, which costs as much as formatting several events."""
             nonlocal number
-            frames = [frame_of(event, number + place) for place, event in enumerate(events)]
+            frames = [frame_of(*event, place, padded=padded) for place, event in enumerate(events, number)]
             number += len(events)
             await sender.event(b"".join(frames))
+
+        async def send_text(text: str) -> None:
+            told = spot | {"delta": text, "logprobs": []}
+            await send(("response.output_text.delta", told), padded=self._body.options.include_obfuscation)
 
         item = self._item("in_progress", [])
         spot: dict[str, Any] = {**_SPOT, "item_id": self._item_id}
         await sender.begin_events()
         begun = {"response": self._envelope("in_progress", [])}
         await send(
-            ResponseEvent("response.created", begun),
-            ResponseEvent("response.in_progress", begun),
-            ResponseEvent("response.output_item.added", {"output_index": 0, "item": item}),
-            ResponseEvent("response.content_part.added", spot | {"part": _part("", [])}),
+            ("response.created", begun),
+            ("response.in_progress", begun),
+            ("response.output_item.added", {"output_index": 0, "item": item}),
+            ("response.content_part.added", spot | {"part": _part("", [])}),
         )
         async for delta in immediate(self.stream):
             if delta is None:
                 await sender.event(KEEP_ALIVE)
             elif delta.text and not self._ready.require_support:
-                await send(self._text_event(spot, delta.text))
+                await send_text(delta.text)
         (answer,) = await self._answers([self.stream.completion(self.stream.keys[0])])
         if self._ready.require_support:
-            await send(self._text_event(spot, answer.text))
+            await send_text(answer.text)
         self._count()
         response = self._response(answer)
         part, status = response["output"][0]["content"][0], response["status"]
@@ -200,17 +192,13 @@ class ResponsesFormat(ChatFormat):
             for index, annotation in enumerate(part["annotations"])
         )
         await send(
-            *(ResponseEvent("response.output_text.annotation.added", fields) for fields in annotations),
-            ResponseEvent("response.output_text.done", spot | {"text": answer.text, "logprobs": []}),
-            ResponseEvent("response.content_part.done", spot | {"part": part}),
-            ResponseEvent("response.output_item.done", {"output_index": 0, "item": response["output"][0]}),
-            ResponseEvent(f"response.{status}", {"response": response}),
+            *(("response.output_text.annotation.added", fields) for fields in annotations),
+            ("response.output_text.done", spot | {"text": answer.text, "logprobs": []}),
+            ("response.content_part.done", spot | {"part": part}),
+            ("response.output_item.done", {"output_index": 0, "item": response["output"][0]}),
+            (f"response.{status}", {"response": response}),
         )
         await sender.event(b"", is_last=True)
-
-    def _text_event(self, spot: Mapping[str, Any], text: str) -> ResponseEvent:
-        fields = {**spot, "delta": text, "logprobs": []}
-        return ResponseEvent("response.output_text.delta", fields, padded=self._body.options.include_obfuscation)
 
     @property
     def _item_id(self) -> str:
@@ -283,8 +271,11 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def frame_of(event: ResponseEvent, number: int) -> bytes:
-    """Pure ASCII, because some clients end a line at any line break of Unicode."""
-    data = {"type": event.type, "sequence_number": number, **event.fields}
-    frame = f"event: {event.type}\ndata: {json.dumps(data)[:-1]}".encode()
-    return frame + (padding(len(frame)) if event.padded else b"") + END
+def frame_of(event: str, fields: Mapping[str, Any], number: int, *, padded: bool = False) -> bytes:
+    """Pure ASCII, because some clients end a line at any line break of Unicode.
+
+    `padded`: filled with random letters, as chunks of chat completions are.
+    """
+    data = {"type": event, "sequence_number": number, **fields}
+    frame = f"event: {event}\ndata: {json.dumps(data)[:-1]}".encode()
+    return frame + (padding(len(frame)) if padded else b"") + END

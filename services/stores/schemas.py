@@ -176,12 +176,11 @@ class PageQuery(BaseModel):
             if cursor not in ids:
                 raise InputError(f"there is no {cursor!r} in this list")
         first = ids.index(self.after) + 1 if self.after else 0
-        end = ids.index(before) if before else len(ids)
-        first = max(first, end - self.limit) if before and not self.after else first
-        data = [shape(record) for record in ordered[first : min(end, first + self.limit)]]
-        has_more = first > 0 if before and not self.after else first + self.limit < end
+        between = ordered[first : ids.index(before) if before else len(ids)]
+        is_backwards = before and not self.after
+        data = [shape(record) for record in (between[-self.limit :] if is_backwards else between[: self.limit])]
         names = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
-        return {"object": "list", "data": data, **names, "has_more": has_more}
+        return {"object": "list", "data": data, **names, "has_more": len(between) > self.limit}
 
 
 class ItemQuery(PageQuery):

@@ -27,7 +27,6 @@ from ragspec.config import EngineConfig, RetrieverConfig
 from ragspec.errors import EngineError
 from ragspec.evaluation.datasets import NUM_QUESTIONS, RagList
 from ragspec.numerics.threads import num_processors
-from ragspec.retrieval.retriever import Retriever
 from services.app import build_app
 from services.backend import ServiceBackend
 from services.embedded import Server, address_of, listening
@@ -100,7 +99,7 @@ def backend_of(run: Run) -> Iterator[tuple[ServiceBackend, RagList]]:
             retriever=RetrieverConfig(index_dir=str(index_dir)),
             service=ServiceSettings(port=0, data_dir=f"{folder}/data", languagetool_open=False),
         )
-        with ServiceBackend.embedded(config, Retriever.from_config(config.retriever, config.encoder)) as backend:
+        with ServiceBackend.embedded(config) as backend:
             yield backend, listed
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from services.openai.answers import PAD_BYTES, STRICT_PAD_BYTES, STRICT_TEXT_BYTES, ChunkEncoder, num_fitting_chars
-from services.openai.responses import ResponseEvent, frame_of
+from services.openai.responses import frame_of
 
 HEAD = {"id": "chatcmpl-" + "a" * 32, "object": "chat.completion.chunk", "created": 1, "model": "m"}
 TEXTS = ("", "a", 'quote " and \\ and \n', "\u2028\u2029\x85", "Mühle 🏭", "x" * 500)
@@ -42,10 +42,7 @@ def test_sizes_are_multiples_whatever_is_said() -> None:
 
 
 def test_the_sizes_of_responses_deltas_do_not_show_their_texts() -> None:
-    frames = [
-        frame_of(ResponseEvent("response.output_text.delta", {"delta": "word " * n}, padded=True), n)
-        for n in range(1, 30)
-    ]
+    frames = [frame_of("response.output_text.delta", {"delta": "word " * n}, n, padded=True) for n in range(1, 30)]
     assert all(len(frame) % PAD_BYTES == 0 for frame in frames)
     assert [json.loads(frame.split(b"data: ")[1])["delta"] for frame in frames] == ["word " * n for n in range(1, 30)]
 
