@@ -24,6 +24,15 @@ def attached_by(tenant: str, library: Library, name: str, text: str) -> tuple[st
     return store, file
 
 
+def indexed(
+    library: Library, name: str = "zebra.txt", text: str = "A zebra has stripes.", tenant: str = "ann"
+) -> tuple[str, str]:
+    """As `attached_by`, and completed."""
+    pair = attached_by(tenant, library, name, text)
+    assert ended(library, *pair, tenant=tenant) == ("completed", "")
+    return pair
+
+
 def ended(library: Library, store: str, file: str, tenant: str = "ann") -> tuple[str, str]:
     """Status and code, once it is over."""
     while (member := library.records.member(tenant, store, file)).status == "in_progress":

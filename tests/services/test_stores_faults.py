@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from letter_encoder import LetterEncoder
-from library_files import attached, attached_by, commits_paused, ended, failing, status_of
+from library_files import attached, attached_by, commits_paused, ended, failing, indexed, status_of
 from stand_ins import until
 
 from ragspec.config import RetrieverConfig
@@ -48,6 +48,13 @@ def index(tmp_path: Path) -> Path:
 Opened = Callable[..., Library]
 
 
+@pytest.fixture(autouse=True)
+def soon_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Failed changes are tried again soon."""
+    monkeypatch.setattr(ingest, "_RETRY_DELETIONS_S", 0.3)
+    monkeypatch.setattr(ingest, "_RETRY_FILES_S", 0.05)
+
+
 @pytest.fixture
 def opened(tmp_path: Path, index: Path) -> Iterator[Opened]:
     libraries: list[Library] = []
@@ -64,9 +71,7 @@ def opened(tmp_path: Path, index: Path) -> Iterator[Opened]:
 def with_a_file(opened: Opened) -> tuple[Library, str, str]:
     """A service that has read one file, its store, and the file."""
     library = opened()
-    store, file = attached(library)
-    assert ended(library, store, file) == ("completed", "")
-    return library, store, file
+    return library, *indexed(library)
 
 
 def found(index: Path, query: str = "zebra stripes corn") -> set[str]:
@@ -110,7 +115,6 @@ def test_a_deletion_that_is_owed_is_tried_until_it_is_done(
     library, store, file = with_a_file(opened)
     library.records.set_status([library.records.member("ann", store, file)], "deleting")
     library.close()
-    monkeypatch.setattr(ingest, "_RETRY_DELETIONS_S", 0.2)
     monkeypatch.setattr(index_updater, "TRIES", 1)
     with IndexWriter(index, LetterEncoder()):
         again = opened()
@@ -182,14 +186,11 @@ def test_a_file_whose_end_cannot_be_recorded_is_read_again(
     index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch, is_written: bool
 ) -> None:
     """On a full disk neither the index nor "failed" is written: the file stood at in_progress until the next start."""
-    monkeypatch.setattr(ingest, "_RETRY_FILES_S", 0.1)
     errors = [SaveError("the disk is full")] * 2
     failing(monkeypatch, Records, "end", errors)
     if not is_written:
         failing(monkeypatch, IndexWriter, "commit", errors)
-    library = opened()
-    store, file = attached(library)
-    assert ended(library, store, file) == ("completed", "")
+    with_a_file(opened)
     assert not errors and found(index) == {OLD.text, "A zebra has stripes."}
 
 
@@ -197,7 +198,6 @@ def test_a_deletion_that_can_neither_be_done_nor_taken_back_is_owed(
     index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk fills while a file is deleted, and the file stood at "deleting" until the next start."""
-    monkeypatch.setattr(ingest, "_RETRY_DELETIONS_S", 0.1)
     library, store, file = with_a_file(opened)
     undone = [SaveError("the disk is full")]
     failing(monkeypatch, IndexWriter, "commit", [SaveError("the disk is full")])
@@ -292,7 +292,7 @@ def test_a_file_beyond_the_limits_of_parsing_fails_alone(
     store, file = attached(library, name, text)
     assert ended(library, store, file) == ("failed", "invalid_file")
     assert message in library.records.member("ann", store, file).message
-    assert ended(library, *attached(library, "rows.txt", "A zebra.")) == ("completed", "")
+    indexed(library, "rows.txt", "A zebra.")
 
 
 def test_too_many_waiting_files_are_refused_at_once(index: Path, opened: Opened) -> None:
@@ -319,8 +319,7 @@ def test_deleted_text_leaves_the_disk(index: Path, opened: Opened, monkeypatch: 
     monkeypatch.setattr(index_updater, "GRACE_S", 0.2)
     monkeypatch.setattr(generation, "GRACE_S", 0.2)
     library, store, file = with_a_file(opened)
-    kept = attached(library, "mill.txt", "A mill has sails.")
-    assert ended(library, *kept) == ("completed", "")
+    indexed(library, "mill.txt", "A mill has sails.")
     asyncio.run(library.detach("ann", store, file))
     until(lambda: not on_disk(index, "zebra"))
     assert found(index, "mill sails corn") == {OLD.text, "A mill has sails."}
@@ -329,8 +328,7 @@ def test_deleted_text_leaves_the_disk(index: Path, opened: Opened, monkeypatch: 
 def test_files_that_are_not_in_the_index_are_read_again(tmp_path: Path, opened: Opened) -> None:
     """Another index, or one that was built anew: what had been uploaded was completed, and not found by anybody."""
     library = opened()
-    pairs = [attached(library, f"{number}.txt", f"Zebra number {number}.") for number in range(3)]
-    assert {ended(library, *pair) for pair in pairs} == {("completed", "")}
+    pairs = [indexed(library, f"{number}.txt", f"Zebra number {number}.") for number in range(3)]
     library.close()
     shutil.rmtree(tmp_path / "index")
     build_index([OLD], tmp_path / "index", LetterEncoder())
@@ -342,8 +340,7 @@ def test_files_that_are_not_in_the_index_are_read_again(tmp_path: Path, opened: 
 def test_what_was_taken_out_of_the_index_by_hand_stays_out(index: Path, opened: Opened) -> None:
     """A restart brought back what an administrator had deleted with `ragspec index delete`."""
     library = opened()
-    gone, kept = (attached(library, f"{name}.txt", f"Zebra of {name}.") for name in ("ann", "bob"))
-    assert {ended(library, *pair) for pair in (gone, kept)} == {("completed", "")}
+    gone, _ = (indexed(library, f"{name}.txt", f"Zebra of {name}.") for name in ("ann", "bob"))
     library.close()
     with IndexWriter(index) as writer:
         (name,) = [name for name, _, origin in writer.origins() if origin.endswith(gone[1])]
@@ -358,7 +355,6 @@ def test_a_deletion_that_two_ask_for_is_not_forgotten(
     index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both failed while another process wrote, and the file stood at "deleting" until the next start, still to be found."""
-    monkeypatch.setattr(ingest, "_RETRY_DELETIONS_S", 0.1)
     monkeypatch.setattr(index_updater, "TRIES", 1)
     library, store, file = with_a_file(opened)
     deleting = replace(library.records.member("ann", store, file), status="deleting")
@@ -374,7 +370,6 @@ def test_a_long_build_of_the_index_fails_no_upload(
 ) -> None:
     """Uploads failed for good, ten seconds after `ragspec index add` had begun with a large folder."""
     monkeypatch.setattr(index_updater, "TRIES", 1)
-    monkeypatch.setattr(ingest, "_RETRY_FILES_S", 0.05)
     library = opened()
     with IndexWriter(index, LetterEncoder()) as writer:
         store, file = attached(library)
@@ -434,7 +429,7 @@ def test_nothing_waits_for_a_slow_parse_of_another_tenant(opened: Opened, monkey
     with held_reads(monkeypatch) as (begun, read):
         slow = [attached_by("bob", library, f"slow {number}.txt", "A quagga.") for number in range(3)]
         assert begun.wait(90.0)
-        assert ended(library, *attached(library, "small.txt")) == ("completed", "")
+        indexed(library, "small.txt")
         asyncio.run(library.delete_file("ann", file.id))
         assert read == ["small.txt"] and library.records.members("ann", gone) == []
     assert [ended(library, *each, tenant="bob") for each in slow] == [("completed", "")] * 3
@@ -444,11 +439,8 @@ def test_what_was_put_in_anew_is_not_deleted_by_an_older_wish(
     index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replica that started during a deletion carried it out a second time, on the file that its owner had attached again."""
-    monkeypatch.setattr(ingest, "_RETRY_DELETIONS_S", 0.3)
     monkeypatch.setattr(index_updater, "TRIES", 1)
-    first = opened()
-    store, file = attached(first)
-    assert ended(first, store, file) == ("completed", "")
+    first, store, file = with_a_file(opened)
     first.records.set_status([first.records.member("ann", store, file)], "deleting")
     with IndexWriter(index, LetterEncoder()):
         second = opened()
@@ -464,7 +456,6 @@ def test_encoders_that_are_away_are_waited_for_and_one_bad_file_fails_alone(
     index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files of everybody that were read together failed for good with one of them, or while the encoders were away."""
-    monkeypatch.setattr(ingest, "_RETRY_FILES_S", 0.05)
     errors: list[Exception] = [RetrievalError("no encoder"), RuntimeError("together"), RuntimeError("alone")]
     library = opened()
     failing(monkeypatch, IndexUpdater, "replace", errors, when=lambda _, members, documents, *kept: bool(documents))
@@ -496,7 +487,7 @@ def test_each_index_has_files_of_its_own(index: Path, tmp_path: Path) -> None:
     given["retriever"]["index_dir"] = str(other)
     second = ServiceConfig.model_validate(given)
     with open_library(first, LetterEncoder(), lambda *_: None) as library:
-        assert ended(library, *attached(library)) == ("completed", "")
+        indexed(library)
     with open_library(second, LetterEncoder(), lambda *_: None) as library:
         assert library.records.files("ann") == [] and found(other) == {OLD.text}
     with open_library(first, LetterEncoder(), lambda *_: None) as library:
@@ -549,8 +540,7 @@ def test_a_large_file_that_is_attached_anew_keeps_no_old_rows(
     """Committed in parts, each part deletes the rows of the one before, or the rows that the file has no more stay."""
     monkeypatch.setattr(uploads, "_PART_DOCUMENTS", 10)
     library = opened()
-    store, file = attached(library, "rows.csv", rows(25))
-    assert ended(library, store, file) == ("completed", "")
+    store, file = indexed(library, "rows.csv", rows(25))
     library.blobs.path(library.records.file("ann", file)).write_text(rows(13, "gnu"))
     library.attach("ann", store, file, {"year": 1874})
     assert ended(library, store, file) == ("completed", "")
@@ -577,8 +567,7 @@ async def test_deletions_that_wait_hold_no_thread_and_are_bounded(
     library, go_on = opened(), threading.Event()
     pairs = [attached(library, f"{number}.txt", f"Zebra {number}.") for number in range(16)]
     assert {ended(library, *pair) for pair in pairs} == {("completed", "")}
-    others = attached_by("bob", library, "bob.txt", "A quagga.")
-    assert ended(library, *others, tenant="bob") == ("completed", "")
+    others = indexed(library, "bob.txt", "A quagga.", "bob")
     replace_ = IndexUpdater.replace
 
     def late(self: IndexUpdater, *arguments: Any) -> None:

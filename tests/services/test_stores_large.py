@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from letter_encoder import LetterEncoder
-from library_files import attached, attached_by, commits_paused, ended, failing
+from library_files import attached, attached_by, commits_paused, ended, failing, indexed
 from stand_ins import until
 
 from ragspec.core import Document
@@ -70,8 +70,7 @@ def documents(tmp_path: Path, tenant: str) -> list[Document]:
 
 def test_others_have_their_turn_while_a_large_text_is_encoded(library: Library, encoder: HeldEncoder) -> None:
     """Ten megabytes are encoded for eight minutes: meanwhile no file of others was added, and deletions ended with an error."""
-    gone = attached(library, "gone.txt")
-    assert ended(library, *gone) == ("completed", "")
+    gone = indexed(library, "gone.txt")
     large = attached_by("bob", library, "large.txt", LARGE)
     assert encoder.begun.wait(90.0)
     small = attached(library, "small.txt")
@@ -100,7 +99,7 @@ def test_a_large_text_that_is_deleted_is_not_encoded_to_its_end(
     until(lambda: library.ingest.deletions)
     encoder.go_on.set()
     deletion.join()
-    assert ended(library, *attached(library)) == ("completed", "")
+    indexed(library)
     assert len(encoder.num_chars) == 1 and encoder.num_chars[0] < len(LARGE) / 2
     assert documents(tmp_path, "bob") == []
     with pytest.raises(NotFound):
@@ -113,8 +112,7 @@ def test_a_text_encoded_in_slices_is_indexed_as_one_encoded_at_once(
     """Vectors of slices must belong to their passages; and a text that is known is not encoded again."""
     encoder.go_on.set()
     encoder.finish.set()
-    store, file = attached_by("bob", library, "large.txt", LARGE)
-    assert ended(library, store, file, "bob") == ("completed", "")
+    store, file = indexed(library, "large.txt", LARGE, "bob")
     assert len(encoder.num_chars) >= 3
     (document,) = documents(tmp_path, "bob")
     assert document.text.strip() == LARGE
@@ -256,7 +254,8 @@ def test_a_reader_outlives_an_error(library: Library, monkeypatch: pytest.Monkey
     """After memory had run out in both readers, no file was read until the next start."""
     faults = [MemoryError()] * 6
     failing(monkeypatch, UploadQueue, "_next", faults, when=lambda *_: in_thread("ragspec-reader"))
-    assert ended(library, *attached(library)) == ("completed", "") and not faults
+    indexed(library)
+    assert not faults
 
 
 def test_a_file_of_which_committed_parts_are_gone_is_read_anew(
