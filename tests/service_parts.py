@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+import openai
 from letter_encoder import LetterEncoder
+from raw_http import head
 from tiny_target import SENTENCES, tiny_engine
 
 from ragspec.config import EncoderConfig, load_settings
@@ -82,9 +84,17 @@ class Service:
         line = f'ragspec_aborts_total{{model_name="{MODEL}",reason="{reason}"}} '
         return sum(float(row.removeprefix(line)) for row in self.metrics() if row.startswith(line))
 
+    def json_head(self, *lines: str, path: str = "/v1/chat/completions") -> bytes:
+        """The head of a POST of JSON with the trusted key, and more lines, for `raw_http`."""
+        return head("POST", path, self.bearer, "Content-Type: application/json", *lines)
+
     def client(self, key: str | None = None) -> httpx.Client:
         """Why the long timeout: the first request of an engine may compile kernels on a busy machine."""
         return httpx.Client(base_url=self.url, headers=self.headers(key), timeout=600.0)
+
+    def openai(self, key: str | None = None) -> openai.OpenAI:
+        """OpenAI's own client."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key or self.keys.trusted, max_retries=0)
 
 
 HASTY = {"service.timeouts.client_s": 0.4, "service.limits.body_bytes": 8192}

@@ -39,9 +39,8 @@ from service_parts import MODEL, Service, soon
 )
 def test_a_malformed_body_is_the_client_s_mistake(hasty: Service, body: bytes, said: str) -> None:
     """A tokenizer, a database or the reply itself breaks on what a client sent: 500."""
-    lines = (hasty.bearer, "Content-Type: application/json", f"Content-Length: {len(body)}")
     for path in ("chat/completions", "completions", "embeddings", "vector_stores", "conversations"):
-        reply = ask(hasty.url, head("POST", f"/v1/{path}", *lines), body)
+        reply = ask(hasty.url, hasty.json_head(f"Content-Length: {len(body)}", path=f"/v1/{path}"), body)
         if said or path == "chat/completions":
             error = reply.json()["error"]
             assert (reply.status, error["type"]) == (400, "invalid_request_error"), error
@@ -65,8 +64,7 @@ def test_a_body_of_another_kind_is_refused_as_such(hasty: Service) -> None:
 
 def test_a_body_that_is_announced_too_large_is_refused_unread(hasty: Service) -> None:
     """Ten gigabytes are read before they are refused."""
-    lines = (hasty.bearer, "Content-Type: application/json", "Content-Length: 10000000000")
-    reply = ask(hasty.url, head("POST", "/v1/chat/completions", *lines))
+    reply = ask(hasty.url, hasty.json_head("Content-Length: 10000000000"))
     assert (reply.status, reply.json()["error"]["code"]) == (413, "request_too_large")
 
 
@@ -88,8 +86,7 @@ def test_a_body_without_a_length_is_counted_as_it_comes(hasty: Service, path: st
 @pytest.mark.parametrize("lengths", [("-1",), ("abc",), ("1e3",), ("5", "6"), ("9" * 400,)])
 def test_a_length_that_is_none_is_refused(hasty: Service, lengths: tuple[str, ...]) -> None:
     """Two readers of one connection see two different requests."""
-    lines = (hasty.bearer, "Content-Type: application/json", *(f"Content-Length: {n}" for n in lengths))
-    assert ask(hasty.url, head("POST", "/v1/chat/completions", *lines), b"{}").status in (400, 413)
+    assert ask(hasty.url, hasty.json_head(*(f"Content-Length: {n}" for n in lengths)), b"{}").status in (400, 413)
 
 
 @pytest.mark.parametrize(
@@ -140,10 +137,9 @@ def test_a_second_head_on_a_connection_has_to_come_in_time_as_well(hasty: Servic
 @pytest.mark.parametrize("piece", [b"X-Long: " + b"a" * 60_000, b"X: 1\r\n" * 10_000])
 def test_trailers_are_limited_as_heads_are(hasty: Service, piece: bytes) -> None:
     """What follows the last chunk is kept by the parser, and no limit of a body counts it."""
-    lines = (hasty.bearer, "Content-Type: application/json", "Transfer-Encoding: chunked")
-    reply = ask(hasty.url, head("POST", "/v1/chat/completions", *lines), b"0\r\n", *[piece] * 20)
-    assert reply.status in (0, 400)
-    small = ask(hasty.url, head("POST", "/v1/chat/completions", *lines), b"2\r\n{}\r\n0\r\nHost: evil\r\n\r\n")
+    begun = hasty.json_head("Transfer-Encoding: chunked")
+    assert ask(hasty.url, begun, b"0\r\n", *[piece] * 20).status in (0, 400)
+    small = ask(hasty.url, begun, b"2\r\n{}\r\n0\r\nHost: evil\r\n\r\n")
     assert small.status == 422 or (small.status == 400 and "model" in small.json()["error"]["message"])
 
 
@@ -160,17 +156,16 @@ def test_trailers_are_limited_as_heads_are(hasty: Service, piece: bytes) -> None
 )
 def test_a_head_with_two_meanings_is_refused(hasty: Service, lines: tuple[str, ...]) -> None:
     """A proxy in front reads it in the other one, and sees a request where this service sees a body."""
-    given = head("POST", "/v1/chat/completions", hasty.bearer, "Content-Type: application/json", *lines)
     second = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    assert ask(hasty.url, given, b"0\r\n\r\n" + second).status in (0, 400)
+    assert ask(hasty.url, hasty.json_head(*lines), b"0\r\n\r\n" + second).status in (0, 400)
 
 
 @pytest.mark.parametrize("wanted", ["h2c", "websocket"])
 def test_a_client_may_ask_for_another_protocol(hasty: Service, wanted: str) -> None:
     """Some clients always offer HTTP/2; the body that follows was taken for a second request."""
-    lines = (f"Upgrade: {wanted}", "HTTP2-Settings: AAMAAABkAAQAAP__", "Content-Type: application/json")
     inner = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n" + hasty.bearer.encode() + b"\r\n\r\n"
-    given = head("POST", "/v1/chat/completions", hasty.bearer, *lines, f"Content-Length: {len(inner)}")
+    http2 = "HTTP2-Settings: AAMAAABkAAQAAP__"
+    given = hasty.json_head(f"Upgrade: {wanted}", http2, f"Content-Length: {len(inner)}")
     reply = ask(hasty.url, given.replace(b"Connection: close", b"Connection: close, Upgrade"), inner)
     assert reply.status == 400 and b"not JSON" in reply.body and b"HTTP/1.1" not in reply.body
 
@@ -187,8 +182,7 @@ def test_requests_sent_at_once_are_read_one_after_the_other(hasty: Service) -> N
 
 def test_a_body_that_does_not_come_is_given_up(hasty: Service) -> None:
     """A client that announces a body and sends none keeps its place at the gate for ever."""
-    lines = (hasty.bearer, "Content-Type: application/json", "Content-Length: 100")
-    reply = ask(hasty.url, head("POST", "/v1/chat/completions", *lines), b"{")
+    reply = ask(hasty.url, hasty.json_head("Content-Length: 100"), b"{")
     assert (reply.status, reply.json()["error"]["code"]) == (408, "timeout")
     assert hasty.backend.rate_limiter.running == 0
 
@@ -197,8 +191,7 @@ def test_a_client_that_leaves_while_it_sends_leaves_nothing_behind(hasty: Servic
     """Half a body is handed to a route, or the place at the gate is never given back."""
     num_gone = hasty.aborts("client_gone")
     with opened(hasty.url) as connection:
-        lines = (hasty.bearer, "Content-Type: application/json", "Content-Length: 100")
-        connection.sendall(head("POST", "/v1/chat/completions", *lines) + b"{")
+        connection.sendall(hasty.json_head("Content-Length: 100") + b"{")
     assert soon(lambda: not hasty.backend.rate_limiter.running and hasty.aborts("client_gone") == num_gone + 1)
 
 

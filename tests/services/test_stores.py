@@ -32,19 +32,15 @@ def library_service(
         yield running
 
 
-def client_of(service: Service, key: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{service.url}/v1", api_key=key, max_retries=0)
-
-
 @pytest.fixture
 def ann(library_service: Service) -> Iterator[openai.OpenAI]:
-    with client_of(library_service, library_service.keys.ann) as client:
+    with library_service.openai(library_service.keys.ann) as client:
         yield client
 
 
 @pytest.fixture
 def bob(library_service: Service) -> Iterator[openai.OpenAI]:
-    with client_of(library_service, library_service.keys.bob) as client:
+    with library_service.openai(library_service.keys.bob) as client:
         yield client
 
 
@@ -233,7 +229,7 @@ def test_queries_go_on_while_files_come_in(ann: openai.OpenAI, library_service: 
     ended, wrong = threading.Event(), list[BaseException]()
 
     def ask() -> None:
-        with client_of(library_service, library_service.keys.ann) as client:
+        with library_service.openai(library_service.keys.ann) as client:
             while not ended.is_set():
                 try:
                     assert any("stripes" in text for text in texts(client, store))
@@ -334,7 +330,7 @@ def test_wrong_requests_are_refused_as_openai_does(
 
 @pytest.fixture(scope="module")
 def shared_store(library_service: Service) -> tuple[str, str]:
-    with client_of(library_service, library_service.keys.ann) as client:
+    with library_service.openai(library_service.keys.ann) as client:
         store, member = put(client, "faq.md", FAQ, attributes={"year": 2020, "team": "zoo"})
     return store, member.id
 

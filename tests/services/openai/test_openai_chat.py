@@ -87,10 +87,7 @@ def test_json_schemas_are_followed_with_drafts_and_without(api: openai.OpenAI, t
 
 def test_a_question_that_nothing_is_close_to_is_answered_without_the_engine(serving: Serving) -> None:
     """An answer from whatever was nearest, or a stream that waits for an engine that was never asked."""
-    with (
-        serving(**{"retriever.abstain_below": 0.9999}) as careful,
-        openai.OpenAI(base_url=f"{careful.url}/v1", api_key=careful.keys.trusted, max_retries=0) as client,
-    ):
+    with serving(**{"retriever.abstain_below": 0.9999}) as careful, careful.openai() as client:
         whole = ask(client, n=2)
         assert [choice.message.content for choice in whole.choices] == [whole.choices[0].message.content] * 2
         assert (whole.choices[0].message.content or "").startswith(NOTHING_CLOSE)
@@ -154,7 +151,7 @@ def test_metrics_are_for_trusted_keys(api: openai.OpenAI, service: Service) -> N
     assert progress[-1] == {"num_output_tokens": 24, "num_steps": counted["num_spec_steps"]}
     whole = ask(api, max_tokens=24, extra_body={"metrics": True})
     assert whole.model_extra["metrics"].keys() == metrics.keys()
-    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=service.keys.ann) as ann:
+    with service.openai(service.keys.ann) as ann:
         assert "metrics" not in ask(ann, extra_body={"metrics": True}).model_extra
         assert not any("metrics" in chunk.model_extra for chunk in stream(ann, extra_body={"metrics": True}))
         completion = ann.completions.create(model="tiny", prompt="The mill", extra_body={"metrics": True})
@@ -208,11 +205,7 @@ def test_a_vector_store_answers_with_its_own_files(service: Service) -> None:
         got = ask(api, "What is the fare?", extra_body={"retrieval": retrieval})
         return [passage["text"] for passage in got.model_extra["ragspec"]["passages"]]
 
-    base_url = f"{service.url}/v1"
-    with (
-        openai.OpenAI(base_url=base_url, api_key=service.keys.ann) as ann,
-        openai.OpenAI(base_url=base_url, api_key=service.keys.bob, max_retries=0) as bob,
-    ):
+    with service.openai(service.keys.ann) as ann, service.openai(service.keys.bob) as bob:
         told = ann.files.create(file=("fares.txt", b"The fare over the bridge is two shillings."), purpose="assistants")
         store = ann.vector_stores.create(name="fares", file_ids=[told.id])
         file = ann.vector_stores.files.poll(told.id, vector_store_id=store.id, poll_interval_ms=50)
@@ -285,8 +278,7 @@ def test_short_chunks_share_messages(service: Service) -> None:
     """The role, the end, the usage and the last line each took a message of their own to the socket, six for one token."""
     body = asked("When?", stream=True, max_tokens=1)
     content = json.dumps(body | {"retrieval": False, "stream_options": {"include_usage": True}}).encode()
-    lines = (service.bearer, "Content-Type: application/json", f"Content-Length: {len(content)}")
-    reply = raw_http.ask(service.url, raw_http.head("POST", "/v1/chat/completions", *lines) + content)
+    reply = raw_http.ask(service.url, service.json_head(f"Content-Length: {len(content)}") + content)
     sizes, rest = list[int](), reply.body
     while rest:  # HTTP's own chunks, each a message
         size, _, rest = rest.partition(b"\r\n")

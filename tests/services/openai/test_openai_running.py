@@ -14,7 +14,7 @@ import httpx2 as httpx
 import openai
 import pytest
 from letter_encoder import LetterEncoder
-from raw_http import head, opened
+from raw_http import opened
 from service_parts import Service, Serving
 from stand_ins import until
 
@@ -68,9 +68,8 @@ def counted(service: Service, name: str) -> float:
 def post(service: Service, given: dict[str, Any]) -> socket.socket:
     """A request on a socket of its own, sent and not read."""
     content = json.dumps(given).encode()
-    lines = (service.bearer, "Content-Type: application/json", f"Content-Length: {len(content)}")
     link = opened(service.url)
-    link.sendall(head("POST", "/v1/chat/completions", *lines) + content)
+    link.sendall(service.json_head(f"Content-Length: {len(content)}") + content)
     return link
 
 
@@ -144,7 +143,7 @@ def test_an_engine_that_fails_ends_the_stream_with_an_error(
         return real(*args)
 
     monkeypatch.setattr(target, "forward_tapped", failing)
-    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=service.keys.trusted, max_retries=0) as api:
+    with service.openai() as api:
         asked = body(stream=True)
         extra = {"ignore_eos": asked.pop("ignore_eos")}
         with pytest.raises(openai.APIError, match="could not be written") as failed:

@@ -48,8 +48,7 @@ def tool_service(tmp_path_factory: pytest.TempPathFactory, letter_index: Path) -
 
 @pytest.fixture(scope="module")
 def tools_api(tool_service: Service) -> Iterator[openai.OpenAI]:
-    key = tool_service.keys.trusted
-    with openai.OpenAI(base_url=f"{tool_service.url}/v1", api_key=key, max_retries=0) as client:
+    with tool_service.openai() as client:
         yield client
 
 
