@@ -1,13 +1,14 @@
 """What every test of a service may use; `service_parts` has the parts."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import openai
 import pytest
+from correcting_service import Correcting, correcting_by
 from letter_encoder import LetterEncoder
 from service_parts import CONTEXT, DOCUMENTS, HASTY, KV_SLOTS, Service, Serving, save_parts, served, service_engine
 from tiny_target import save_model
@@ -60,6 +61,17 @@ def serving(tmp_path_factory: pytest.TempPathFactory, letter_index: Path, model_
 
 
 @pytest.fixture(scope="module")
+def correcting(tmp_path_factory: pytest.TempPathFactory, letter_index: Path, service_target: Target) -> Correcting:
+    """Starts services whose target writes what a function makes of each sentence."""
+
+    def start(rewrite: Callable[[str], str], **overrides: Any) -> AbstractContextManager[Service]:
+        folder = tmp_path_factory.mktemp("correcting")
+        return correcting_by(rewrite, folder, letter_index, service_target, **overrides)
+
+    return start
+
+
+@pytest.fixture(scope="module")
 def service(serving: Serving) -> Iterator[Service]:
     """The one that a module's tests share."""
     with serving() as running:
@@ -83,5 +95,5 @@ def client(service: Service) -> Iterator[httpx.Client]:
 @pytest.fixture(scope="module")
 def api(service: Service) -> Iterator[openai.OpenAI]:
     """OpenAI's own client."""
-    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=service.keys.trusted, max_retries=0) as client:
+    with service.openai() as client:
         yield client

@@ -1,6 +1,6 @@
 """A service whose target writes what a test wants: every part is real, the sampler's decisions apart.
 
->>> with correcting(serving_parts, lambda sentence: sentence.replace("go", "goes")) as service: ...
+>>> with correcting(lambda sentence: sentence.replace("go", "goes")) as service: ...        # the fixture
 """
 
 import json
@@ -35,9 +35,12 @@ class Writing:
         return ForcedSampler([*ids, self._target.eos_ids[0]])
 
 
+Correcting = Callable[..., AbstractContextManager[Service]]
+
+
 @contextmanager
-def correcting(
-    folder: Path, index: Path, target: Target, rewrite: Callable[[str], str], **overrides: Any
+def correcting_by(
+    rewrite: Callable[[str], str], folder: Path, index: Path, target: Target, **overrides: Any
 ) -> Iterator[Service]:
     """Open under /v2, unless the settings say otherwise."""
     target.reset_pool(KV_SLOTS)
@@ -48,7 +51,7 @@ def correcting(
 
 
 def corrected_by(engine: Engine, folder: Path, index: Path, **overrides: Any) -> AbstractContextManager[Service]:
-    """As `correcting`; the engine's own target writes."""
+    """As `correcting_by`; the engine's own target writes."""
     # The first request compiles kernels, beside whatever else the machine does
     settings = {"service.languagetool_open": True, "service.grammar.timeout_s": 600.0}
     return served(engine, folder, index, **settings | overrides)

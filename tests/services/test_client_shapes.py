@@ -1,6 +1,5 @@
 """Requests as published clients send them, written by hand from the clients' sources, each answered as the client expects."""
 
-import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,12 +8,10 @@ from urllib.parse import urlencode
 
 import httpx2 as httpx
 import pytest
-from correcting_service import applied, correcting
+from correcting_service import Correcting, applied
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from raw_http import ask, head
 from service_parts import Service
-
-from ragspec.engine.target import Target
 
 # -- OpenAI's interface ------------------------------------------------------------------------------------------------
 
@@ -83,14 +80,6 @@ def test_a_completion_of_any_client_reads_the_same_prompt(client: httpx.Client, 
     assert reply.json()["choices"][0]["text"] == plain.json()["choices"][0]["text"].split("\n\n")[0]
 
 
-def test_embeddings_of_openai_node_come_as_base64(client: httpx.Client) -> None:
-    """Null dimensions were refused."""
-    asked = {"model": "tiny", "input": [QUESTION], "encoding_format": "base64", "dimensions": None, "user": None}
-    packed = client.post("/v1/embeddings", json=asked).json()["data"][0]["embedding"]
-    plain = client.post("/v1/embeddings", json={"model": "tiny", "input": QUESTION}).json()["data"][0]["embedding"]
-    assert len(base64.b64decode(packed)) == 4 * len(plain)
-
-
 # -- LanguageTool's interface ------------------------------------------------------------------------------------------
 
 
@@ -99,8 +88,8 @@ def better(sentence: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def checker(tmp_path_factory: pytest.TempPathFactory, letter_index: Path, service_target: Target) -> Iterator[Service]:
-    with correcting(tmp_path_factory.mktemp("checker"), letter_index, service_target, better) as running:
+def checker(correcting: Correcting) -> Iterator[Service]:
+    with correcting(better) as running:
         yield running
 
 

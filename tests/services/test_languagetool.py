@@ -14,12 +14,11 @@ from urllib.parse import quote
 import httpx2 as httpx
 import language_tool_python
 import pytest
-from correcting_service import LATEX, annotation, applied, correcting
+from correcting_service import LATEX, Correcting, annotation, applied
 from random_texts import random_parts, random_rewrite, random_text
 from rewriting import rewriting
 from service_parts import Service
 
-from ragspec.engine.target import Target
 from ragspec.rag.citations import Utf16Offsets
 from ragspec.rag.grammar.correction import CorrectionRequest, build_correction
 from ragspec.rag.grammar.edit_filters import EditFilter
@@ -42,9 +41,8 @@ def better(sentence: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory, letter_index: Path, service_target: Target) -> Iterator[Service]:
-    limits = {"service.grammar.max_text_chars": 20_000}
-    with correcting(tmp_path_factory.mktemp("lt"), letter_index, service_target, better, **limits) as running:
+def service(correcting: Correcting) -> Iterator[Service]:
+    with correcting(better, **{"service.grammar.max_text_chars": 20_000}) as running:
         yield running
 
 

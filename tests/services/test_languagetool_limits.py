@@ -5,11 +5,10 @@ import threading
 from pathlib import Path
 
 import pytest
-from correcting_service import corrected_by, correcting
+from correcting_service import Correcting, corrected_by
 
 from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
 from ragspec.engine.loading import load_engine
-from ragspec.engine.target import Target
 from ragspec.errors import EngineClosed
 from ragspec.rag.grammar.grammar import Grammar
 
@@ -25,12 +24,9 @@ def _goes(sentence: str) -> str:
     return sentence.replace("go ", "goes ")
 
 
-def test_a_text_of_which_nothing_is_corrected_in_time_is_an_error(
-    tmp_path: Path, letter_index: Path, service_target: Target
-) -> None:
+def test_a_text_of_which_nothing_is_corrected_in_time_is_an_error(correcting: Correcting) -> None:
     """A text that nobody looked at came back as correct."""
-    hasty = {"service.grammar.timeout_s": 1e-6}
-    with correcting(tmp_path, letter_index, service_target, str, **hasty) as service, service.client("") as client:
+    with correcting(str, **{"service.grammar.timeout_s": 1e-6}) as service, service.client("") as client:
         late = client.post("/v2/check", data=FIELDS)
         assert late.status_code == 500 and "Checking took longer than 1e-06 seconds" in late.text
         blank = client.post("/v2/check", data={**FIELDS, "text": " "})
@@ -39,12 +35,7 @@ def test_a_text_of_which_nothing_is_corrected_in_time_is_an_error(
 
 @pytest.mark.parametrize(("failure", "num_tests"), [(EngineClosed("closed"), 2), (KeyError("a fault"), 1)])
 def test_a_failed_test_of_the_target_fails_no_text(
-    failure: Exception,
-    num_tests: int,
-    tmp_path: Path,
-    letter_index: Path,
-    service_target: Target,
-    monkeypatch: pytest.MonkeyPatch,
+    correcting: Correcting, monkeypatch: pytest.MonkeyPatch, failure: Exception, num_tests: int
 ) -> None:
     """A fault in the first text's test made every later text an error, for as long as the service ran."""
     begun = []
@@ -54,16 +45,16 @@ def test_a_failed_test_of_the_target_fails_no_text(
         raise failure
 
     monkeypatch.setattr(Grammar, "corrects", fails)
-    with correcting(tmp_path, letter_index, service_target, _goes) as service, service.client("") as client:
+    with correcting(_goes) as service, service.client("") as client:
         for _ in range(2):
             assert len(client.post("/v2/check", data=FIELDS).json()["matches"]) == 1
     assert len(begun) == num_tests
 
 
-def test_what_is_not_done_in_time_is_named(tmp_path: Path, letter_index: Path, service_target: Target) -> None:
+def test_what_is_not_done_in_time_is_named(correcting: Correcting) -> None:
     """A long text whose first half was corrected and that comes back as an error, or as if it were correct."""
     text = "He go home. " + "A slow one is here. " * 3
-    for number, timeout_s in enumerate((1.0, 10.0, 100.0)):  # until a machine corrects the first sentence in time
+    for timeout_s in (1.0, 10.0, 100.0):  # until a machine corrects the first sentence in time
         stop = threading.Event()
 
         def slow(sentence: str, stop: threading.Event = stop, timeout_s: float = timeout_s) -> str:
@@ -72,11 +63,7 @@ def test_what_is_not_done_in_time_is_named(tmp_path: Path, letter_index: Path, s
             return sentence.replace("go", "goes")
 
         settings = {"service.grammar.timeout_s": timeout_s, "engine.max_num_seqs": 1}
-        (folder := tmp_path / str(number)).mkdir()
-        with (
-            correcting(folder, letter_index, service_target, slow, **settings) as service,
-            service.client("") as client,
-        ):
+        with correcting(slow, **settings) as service, service.client("") as client:
             response = client.post("/v2/check", data={**FIELDS, "text": text})
             stop.set()
         if response.status_code == 200:
@@ -86,11 +73,9 @@ def test_what_is_not_done_in_time_is_named(tmp_path: Path, letter_index: Path, s
     assert reply["warnings"]["incompleteResults"] and "time" in reply["warnings"]["incompleteResultsReason"]
 
 
-def test_silence_of_a_model_that_corrects_nothing_is_named(
-    tmp_path: Path, letter_index: Path, service_target: Target
-) -> None:
+def test_silence_of_a_model_that_corrects_nothing_is_named(correcting: Correcting) -> None:
     """A chat model that repeats the sentence: "no mistakes"."""
-    with correcting(tmp_path, letter_index, service_target, str) as service, service.client("") as client:
+    with correcting(str) as service, service.client("") as client:
         for text, is_named in (("He go home.", True), ("42 + 17", False)):
             reply = client.post("/v2/check", data={**FIELDS, "text": text}).json()
             assert reply["matches"] == [] and reply["warnings"]["incompleteResults"] == is_named
@@ -119,13 +104,11 @@ def test_an_ordinary_chat_model_is_never_silent_about_a_mistake(
 
 
 @pytest.mark.parametrize("num_sentences", [60, pytest.param(2_000, marks=pytest.mark.slow)])
-def test_a_long_text_is_corrected_to_its_end(
-    num_sentences: int, tmp_path: Path, letter_index: Path, service_target: Target
-) -> None:
+def test_a_long_text_is_corrected_to_its_end(correcting: Correcting, num_sentences: int) -> None:
     """A book whose middle is lost; a long text that costs more for each sentence than a short one."""
     ends = [" " if number % 7 else "\r\n\r\n" for number in range(num_sentences)]
     text = "".join(f"He go to mill {number}.{end}" for number, end in enumerate(ends))
-    with correcting(tmp_path, letter_index, service_target, _goes, **PATIENT) as service, service.client() as client:
+    with correcting(_goes, **PATIENT) as service, service.client() as client:
         reply = client.post("/v1/grammar", json={"text": text}, timeout=1800.0).json()
         assert reply["corrected"] == text.replace("go ", "goes ")
         assert len(reply["edits"]) == reply["statistics"]["num_sentences"] == num_sentences
@@ -141,12 +124,10 @@ def test_a_long_text_is_corrected_to_its_end(
         pytest.param((" \r\n", "7 "), 1_000_000, marks=pytest.mark.slow),
     ],
 )
-def test_a_text_of_any_size_is_answered_or_refused(
-    pieces: tuple[str, ...], size: int, tmp_path: Path, letter_index: Path, service_target: Target
-) -> None:
+def test_a_text_of_any_size_is_answered_or_refused(correcting: Correcting, pieces: tuple[str, ...], size: int) -> None:
     """A megabyte of anything that ends in an error 500, or holds everybody up."""
     settings = PATIENT | {"service.grammar.max_text_chars": size}
-    with correcting(tmp_path, letter_index, service_target, str, **settings) as service, service.client() as client:
+    with correcting(str, **settings) as service, service.client() as client:
         for piece in pieces:
             text = piece * (size // len(piece))
             reply = client.post("/v1/grammar", json={"text": text}, timeout=1800.0)
