@@ -3,8 +3,7 @@
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -40,12 +39,6 @@ def limiter_of(clock: Clock, max_in_flight: int = 100, **key: int) -> RateLimite
     return RateLimiter(Limits(max_in_flight=max_in_flight, key=KeyLimits(**key)), Metrics("m"), clock)
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as open_stack:
-        yield open_stack
-
-
 ANN, BOB = Caller("a", "ann"), Caller("b", "bob")
 
 
@@ -73,25 +66,24 @@ def test_requests_a_minute_are_counted_over_the_last_minute(clock: Clock) -> Non
     assert refused(limiter, ANN).retry_after_s == pytest.approx(20.0)
 
 
-def test_requests_at_once_end_when_they_end(clock: Clock, stack: ExitStack) -> None:
+def test_requests_at_once_end_when_they_end(clock: Clock) -> None:
     """A request that fails keeps its place for ever."""
     limiter = limiter_of(clock, concurrency=1)
-    with pytest.raises(ZeroDivisionError), limiter.admit(ANN):
-        refused(limiter, ANN)
-        stack.enter_context(limiter.admit(BOB))
-        raise ZeroDivisionError
-    assert limiter.running == 1
-    with limiter.admit(ANN):
-        assert limiter.running == 2
+    with limiter.admit(BOB):
+        with pytest.raises(ZeroDivisionError), limiter.admit(ANN):
+            refused(limiter, ANN)
+            raise ZeroDivisionError
+        assert limiter.running == 1
+        with limiter.admit(ANN):
+            assert limiter.running == 2
 
 
-def test_everybody_together_is_bounded_whoever_asks(clock: Clock, stack: ExitStack) -> None:
+def test_everybody_together_is_bounded_whoever_asks(clock: Clock) -> None:
     """Many keys at once fill the memory that each alone may use, or one key takes every place by default."""
     assert Limits().key.concurrency is not None and Limits().key.concurrency < Limits().max_in_flight
     limiter = limiter_of(clock, max_in_flight=2)
-    stack.enter_context(limiter.admit(ANN))
-    stack.enter_context(limiter.admit(BOB))
-    error = refused(limiter, Caller("c", "carl"))
+    with limiter.admit(ANN), limiter.admit(BOB):
+        error = refused(limiter, Caller("c", "carl"))
     assert (error.status, error.code) == (429, "server_overloaded") and error.retry_after_s
 
 
@@ -206,15 +198,15 @@ async def test_a_first_question_counts_in_usage_and_limits(clock: Clock) -> None
         limiter.reserve(ANN, 1, 0)
 
 
-def test_a_key_s_own_limits_stand_in_place_of_the_service_s(clock: Clock, stack: ExitStack) -> None:
+def test_a_key_s_own_limits_stand_in_place_of_the_service_s(clock: Clock) -> None:
     """A key that was given more, or less, is treated like all; or has no limit at once because it has one a minute."""
     limiter = limiter_of(clock, requests_per_minute=1, concurrency=1)
     free = Caller("f", "", limits=KeyLimits(requests_per_minute=None))
     for _ in range(3):
         with limiter.admit(free):
             pass
-    stack.enter_context(limiter.admit(free))
-    assert refused(limiter, free).status == 429
+    with limiter.admit(free):
+        assert refused(limiter, free).status == 429
 
 
 def test_every_choice_counts_as_a_request(clock: Clock) -> None:
@@ -236,26 +228,15 @@ def test_every_choice_counts_as_a_request(clock: Clock) -> None:
         pass
 
 
-def test_draining_takes_nothing_more_and_waits_for_what_runs() -> None:
+async def test_draining_takes_nothing_more_and_waits_for_what_runs() -> None:
     """A service that stops cuts answers off, or never stops because new ones come."""
-
-    async def run() -> None:
-        limiter = RateLimiter(Limits(), Metrics("m"))
-        running = limiter.admit(ANN)
-        running.__enter__()
+    limiter = RateLimiter(Limits(), Metrics("m"))
+    with limiter.admit(ANN):
+        assert not await limiter.drained(0.01)
         draining = asyncio.create_task(limiter.drained(30.0))
         await asyncio.sleep(0)
         assert refused(limiter, BOB).status == 503 and not draining.done()
-        running.__exit__(None, None, None)
-        assert await draining
-
-    async def in_vain() -> None:
-        limiter = RateLimiter(Limits(), Metrics("m"))
-        with limiter.admit(ANN):
-            assert not await limiter.drained(0.01)
-
-    asyncio.run(run())
-    asyncio.run(in_vain())
+    assert await draining
 
 
 def test_the_table_of_keys_does_not_grow(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +292,7 @@ def test_large_bodies_of_a_key_are_read_at_a_bounded_rate(clock: Clock) -> None:
     assert limiter.large_bodies(BOB.key_id).wait_s(num_bytes) == 0.0
 
 
-def test_a_large_body_is_read_with_pauses_and_a_small_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_large_body_is_read_with_pauses_and_a_small_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time that the service itself spends waiting runs into the client's time limit, and small bodies wait behind large ones."""
     pauses, sleep = list[float](), asyncio.sleep
 
@@ -320,11 +301,10 @@ def test_a_large_body_is_read_with_pauses_and_a_small_one_without(monkeypatch: p
         await sleep(0)
 
     async def read(limiter: RateLimiter, num_pieces: int) -> int:
-        pieces = iter([b" " * 2**16] * num_pieces)
         num_left = itertools.count(num_pieces - 1, -1)
 
         async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": next(pieces), "more_body": next(num_left) > 0}
+            return {"type": "http.request", "body": b" " * 2**16, "more_body": next(num_left) > 0}
 
         headers = Headers({"content-type": "text/plain"})
         incoming = IncomingRequest("POST", "/v1/completions", headers, receive, Limits(body_bytes=2**30))
@@ -333,10 +313,10 @@ def test_a_large_body_is_read_with_pauses_and_a_small_one_without(monkeypatch: p
 
     monkeypatch.setattr(gateway.asyncio, "sleep", paused)
     limiter = limiter_of(Clock())
-    assert asyncio.run(read(limiter, 1024)) == 2**26  # 16 s of the rate, without the clock moving on
+    assert await read(limiter, 1024) == 2**26  # 16 s of the rate, without the clock moving on
     assert max(pauses) == pytest.approx((2**26 - 2**17) / (4 * 2**20) - 2.5)
     pauses.clear()
-    assert asyncio.run(read(limiter, 2)) == 2**17 and not pauses
+    assert await read(limiter, 2) == 2**17 and not pauses
 
 
 def test_who_asks_again_at_once_is_refused_once_a_second(clock: Clock) -> None:

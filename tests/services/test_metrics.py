@@ -73,7 +73,8 @@ def test_offloaded_prefixes_are_counted(serving: Serving, tmp_path: Path) -> Non
 
 
 def test_a_full_or_draining_service_shows_what_runs(serving: Serving) -> None:
-    """The service vanishes from every dashboard at the moment that somebody looks for it; or a full engine looks idle."""
+    """The service vanishes from every dashboard at the moment that somebody looks for it; a full engine looks idle; or requests
+    pile up until the machine gives way, and nobody is told when to come back."""
     body = {**ASKED, "n": 3, "max_tokens": 900, "ignore_eos": True, "stream": True, "speculation": False}
     with (
         serving(engine={"max_num_seqs": 1}, **{"service.limits.max_in_flight": 1}) as service,
@@ -87,8 +88,10 @@ def test_a_full_or_draining_service_shows_what_runs(serving: Serving) -> None:
         now = values(service)
         assert now["vllm:num_requests_running"] == 1 and now["vllm:num_requests_waiting"] == 2
         assert 0 < now["vllm:kv_cache_usage_perc"] < 1 and now["ragspec_requests_in_flight"] == 1
-        assert client.get("/v1/models").status_code == 429 and client.get("/metrics").status_code == 200
-        assert other.get("/metrics").status_code == 429
+        refused = client.get("/v1/models")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "server_overloaded")
+        assert int(refused.headers["retry-after"]) >= 1 and client.get("/health/live").status_code == 200
+        assert other.get("/metrics").status_code == 429 and client.get("/metrics").status_code == 200
         service.server.stop()
         assert soon(lambda: service.backend.rate_limiter.draining)
         assert client.get("/v1/models").status_code == 503 and client.get("/metrics").status_code == 200

@@ -63,13 +63,11 @@ class Talker:
             return
         if reply.status_code >= 500:  # it is shutting down
             self.unknown.append(question)
-            return
-        answer = reply.json()
-        self.refused = "" if reply.status_code == 200 else reply.text
-        if self.refused:
-            return
-        assert answer["ragspec"]["kept"]
-        self.acknowledged.append((question, answer["choices"][0]["message"]["content"]))
+        elif reply.status_code != 200:
+            self.refused = reply.text
+        else:
+            assert reply.json()["ragspec"]["kept"]
+            self.acknowledged.append((question, reply.json()["choices"][0]["message"]["content"]))
 
 
 def test_turns_files_and_documents_go_on_when_the_service_is_replaced_under_load(
