@@ -6,7 +6,6 @@ own errors into `ApiError`.
     >>> uvicorn.run(build_app(backend, KeyFile(Path("keys.json"))))
 """
 
-from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import NoReturn
@@ -78,8 +77,13 @@ async def _raise_validation_error(_: Request, error: RequestValidationError) -> 
 def page_routes() -> APIRouter:
     """The pages and their files. The pages call the service like any client."""
     router, files = APIRouter(include_in_schema=False), StaticFiles(directory=STATIC)
-    for page in PAGES:
-        router.add_api_route(page.path, _sender(markup(page)), methods=["GET", "HEAD"])
+    pages = {page.path: markup(page) for page in PAGES}
+
+    async def page(request: Request) -> Response:
+        return HTMLResponse(pages[request.scope["route"].path], headers=PAGE_HEADERS)
+
+    for path in pages:
+        router.add_api_route(path, page, methods=["GET", "HEAD"])
 
     @router.api_route("/web/{path:path}", methods=["GET", "HEAD"])
     async def static(path: str, request: Request) -> Response:
@@ -91,10 +95,3 @@ def page_routes() -> APIRouter:
         return response
 
     return router
-
-
-def _sender(text: str) -> Callable[[], Awaitable[Response]]:
-    async def send() -> Response:
-        return HTMLResponse(text, headers=PAGE_HEADERS)
-
-    return send

@@ -195,7 +195,7 @@ class DocumentTools:
         messages = [{"role": "user", "content": given.question}]
         body = ChatBody(model=self._backend.model, messages=messages, retrieval=retrieval, **sampling)  # type: ignore[arg-type]
         context = RequestContext.of(self._backend, self._mailbox, body, request)
-        ready = await asyncio.to_thread(prepare, body, context)
+        ready = await asyncio.to_thread(prepare, context)
         async with context.generate([ready.request], ready.retrieve_s, ready) as stream:
             completions = await stream.completions()
             ready = replace(ready, said=stream.said)

@@ -10,7 +10,7 @@ step's length depends on the draft, and so on the documents. Sizes of encrypted 
 filled up with random letters to a multiple of some bytes.
 
     >>> async with context.generate(requests) as stream:
-    ...     await CompletionFormat(body, context, stream).send(sender)
+    ...     await CompletionFormat(context, stream).send(sender)
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ragspec.core import Completion, Delta, GenerationStats, TokenLogprob
 from ragspec.rag.openai_fields import usage
-from services.openai.generation import ChoiceKey, EngineStream, RequestContext
+from services.openai.generation import AnyBody, ChoiceKey, EngineStream, RequestContext
 from services.openai.types import ChatBody
 
 DONE = b"data: [DONE]\n\n"
@@ -56,14 +56,14 @@ Chunk = tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]
 """The choices of a chunk, and its other fields."""
 
 
-class AnswerFormat(ABC):
+class AnswerFormat(ABC, Generic[AnyBody]):
     """Formats and sends the answer to one request."""
 
     object_type: ClassVar[str]
     chunk_type: ClassVar[str]
     id_prefix: ClassVar[str]
 
-    def __init__(self, context: RequestContext, stream: EngineStream) -> None:
+    def __init__(self, context: RequestContext[AnyBody], stream: EngineStream) -> None:
         self.context, self.stream = context, stream
         self.indices = {key: index for index, key in enumerate(stream.keys)}
         # Why not an error for untrusted keys: the pages ask for metrics whoever uses them
@@ -182,14 +182,10 @@ class AnswerFormat(ABC):
         return {"metrics": {"num_output_tokens": sum(len(step.token_ids) for step in steps), "num_steps": len(steps)}}
 
 
-class MessageFormat(AnswerFormat):
+class MessageFormat(AnswerFormat[ChatBody]):
     """A chat completion. Subclasses write its messages."""
 
     object_type, chunk_type, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
-
-    def __init__(self, body: ChatBody, context: RequestContext, stream: EngineStream) -> None:
-        super().__init__(context, stream)
-        self._body = body
 
     def begun(self, content: str | None, ragspec: Mapping[str, Any]) -> list[Chunk]:
         """A chunk for each choice, whose message has its role; the first has the field `ragspec`."""
@@ -202,7 +198,7 @@ class MessageFormat(AnswerFormat):
 
     def logprobs(self, logprobs: Iterable[TokenLogprob]) -> dict[str, Any] | None:
         """The field `logprobs`; None unless the body asks for it."""
-        if not self._body.logprobs:
+        if not self.context.body.logprobs:
             return None
         return {"content": self.context.model.token_texts.chat(logprobs), "refusal": None}
 

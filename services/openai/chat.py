@@ -41,25 +41,25 @@ def add_chat(router: APIRouter, backend: ServiceBackend, mailbox: DeltaMailbox, 
     async def create(body: ChatBody, request: Request) -> Response:
         """An answer to the last message, after those before it."""
         context = RequestContext.of(backend, mailbox, body, request)
-        return GenerationResponse(partial(write, body, context, threads, ChatFormat))
+        return GenerationResponse(partial(write, context, threads, ChatFormat))
 
 
 async def write(
-    body: ChatBody, context: RequestContext, threads: Executor, form: type[ChatFormat], sender: ResponseSender
+    context: RequestContext[ChatBody], threads: Executor, form: type[ChatFormat], sender: ResponseSender
 ) -> None:
     """Raises: ApiError, RagspecError."""
-    if body.uses_tools:
-        await tools.write(body, context, sender)
+    if context.body.uses_tools:
+        await tools.write(context, sender)
         return
-    if is_inline(body):
-        ready = prepare(body, context)
+    if is_inline(context.body):
+        ready = prepare(context)
     else:
-        call = partial(copy_context().run, prepare, body, context)
+        call = partial(copy_context().run, prepare, context)
         ready = await asyncio.get_running_loop().run_in_executor(threads, call)
     if ready.searched:
         context.model.metrics.retrieved(ready.retrieve_s, ready.times.encode_s, ready.times.search_s)
     async with context.generate([ready.request], ready.retrieve_s, ready) as stream:
-        await form(body, context, stream, replace(ready, said=stream.said)).send(sender)
+        await form(context, stream, replace(ready, said=stream.said)).send(sender)
 
 
 def is_inline(body: ChatBody) -> bool:
@@ -69,9 +69,10 @@ def is_inline(body: ChatBody) -> bool:
     return not has_lookup and len(body.messages) == 1 and num_chars <= _INLINE_CHARS
 
 
-def prepare(body: ChatBody, context: RequestContext) -> PreparedTurn:
+def prepare(context: RequestContext[ChatBody]) -> PreparedTurn:
     """Blocks. Raises: InputError, NotFound, PromptTooLong, RetrievalError, StoreError."""
-    options, retriever = body.retrieval_options, context.model.retriever
+    body, retriever = context.body, context.model.retriever
+    options = body.retrieval_options
     for store_id in options.vector_store_ids or ():
         context.backend.library.records.store(context.caller.tenant, store_id)  # NotFound for another tenant's
     turn = ChatTurn(
@@ -102,8 +103,8 @@ def _scope(tenant: str, options: RetrievalOptions) -> SearchScope:
 class ChatFormat(MessageFormat):
     """An answer from the documents. Also stores the turn in its conversation."""
 
-    def __init__(self, body: ChatBody, context: RequestContext, stream: EngineStream, ready: PreparedTurn) -> None:
-        super().__init__(body, context, stream)
+    def __init__(self, context: RequestContext[ChatBody], stream: EngineStream, ready: PreparedTurn) -> None:
+        super().__init__(context, stream)
         self._ready = ready
         self._is_kept, self.shows_sources = False, bool(ready.prompt.passages)
 
@@ -183,7 +184,7 @@ class ChatFormat(MessageFormat):
         return {f"{name}_time_ms": 1e3 * value for name, value in seconds.items()}
 
     def _citations(self, answer: Answer) -> dict[str, Any]:
-        return citation_fields(answer, self._body.citations or "openai", self.context.base_url)
+        return citation_fields(answer, self.context.body.citations or "openai", self.context.base_url)
 
     def _support(self, answer: Answer, index: int) -> dict[str, list[dict[str, Any]]]:
         """The passages' support of the answer; each item has its choice's number if there are several choices."""

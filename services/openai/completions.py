@@ -30,21 +30,21 @@ def add_completions(router: APIRouter, backend: ServiceBackend, mailbox: DeltaMa
     async def create(body: CompletionBody, request: Request) -> Response:
         """A continuation of each prompt."""
         context = RequestContext.of(backend, mailbox, body, request)
-        return GenerationResponse(partial(_write, body, context))
+        return GenerationResponse(partial(_write, context))
 
 
-async def _write(body: CompletionBody, context: RequestContext, sender: ResponseSender) -> None:
+async def _write(context: RequestContext[CompletionBody], sender: ResponseSender) -> None:
     """Raises: ApiError, RagspecError."""
-    requests = await asyncio.to_thread(requests_of, body, context)
+    requests = await asyncio.to_thread(requests_of, context)
     async with context.generate(requests) as stream:
-        await CompletionFormat(body, context, stream).send(sender)
+        await CompletionFormat(context, stream).send(sender)
 
 
-def requests_of(body: CompletionBody, context: RequestContext) -> list[Generation]:
+def requests_of(context: RequestContext[CompletionBody]) -> list[Generation]:
     """One request a prompt. Raises: ApiError, InputError."""
     prompts, max_tokens = context.model.prompts, context.params.max_tokens
     requests = []
-    for prompt in body.prompt:
+    for prompt in context.body.prompt:
         prompt_ids = _token_ids(prompt, prompts)
         room = prompts.max_context_tokens - max_tokens
         if len(prompt_ids) > room:
@@ -68,14 +68,13 @@ def _token_ids(prompt: str | list[int], prompts: PromptBuilder) -> tuple[int, ..
     return tuple(prompts.plain_ids([prompt], begins=True)[0])
 
 
-class CompletionFormat(AnswerFormat):
+class CompletionFormat(AnswerFormat[CompletionBody]):
     """A text completion."""
 
     object_type, chunk_type, id_prefix = "text_completion", "text_completion", "cmpl"
 
-    def __init__(self, body: CompletionBody, context: RequestContext, stream: EngineStream) -> None:
+    def __init__(self, context: RequestContext[CompletionBody], stream: EngineStream) -> None:
         super().__init__(context, stream)
-        self._body = body
         self._offsets = [TextOffsets() for _ in stream.keys]
 
     async def choices(self, completions: Sequence[Completion]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -95,6 +94,6 @@ class CompletionFormat(AnswerFormat):
         self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, finish_reason: str | None = None
     ) -> dict[str, Any]:
         shown = None
-        if logprobs is not None and self._body.logprobs is not None:
+        if logprobs is not None and self.context.body.logprobs is not None:
             shown = self.context.model.token_texts.completion(logprobs, self._offsets[index])
         return {"index": index, "text": text, "logprobs": shown, "finish_reason": finish_reason}

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Generic, Self, TypeVar
 
 from fastapi import Request as HttpRequest
 
@@ -45,14 +45,17 @@ _INLINE_CHARS = 1024
 _FAILED = (FinishReason.ERROR, FinishReason.LOST, FinishReason.CANCELLED)
 
 
+AnyBody = TypeVar("AnyBody", bound=SamplingBody)
+
+
 @dataclass(frozen=True)
-class RequestContext:
+class RequestContext(Generic[AnyBody]):
     """`begin_s`: when the request came, of time.perf_counter. `created`: the same as Unix time. `base_url`: of the service."""
 
     backend: ServiceBackend
     model: ServedModel
     mailbox: DeltaMailbox
-    body: SamplingBody
+    body: AnyBody
     caller: Caller
     begin_s: float
     id: str
@@ -62,8 +65,8 @@ class RequestContext:
 
     @classmethod
     def of(
-        cls, backend: ServiceBackend, mailbox: DeltaMailbox, body: SamplingBody, request: HttpRequest
-    ) -> RequestContext:
+        cls, backend: ServiceBackend, mailbox: DeltaMailbox, body: AnyBody, request: HttpRequest
+    ) -> RequestContext[AnyBody]:
         """Raises: ApiError for an unknown model, too long an output or a stream that strict privacy forbids; InputError."""
         model = served_model(backend, body.model)
         params = body.params(backend.default_params)

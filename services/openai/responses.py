@@ -140,7 +140,7 @@ def add_responses(router: APIRouter, backend: ServiceBackend, mailbox: DeltaMail
         context = RequestContext.of(backend, mailbox, chat, request)
         if context.is_strict and chat.stream:
             raise ApiError(400, "strict privacy streams chat completions only", param="stream")
-        return GenerationResponse(partial(write, chat, context, threads, ResponsesFormat))
+        return GenerationResponse(partial(write, context, threads, ResponsesFormat))
 
 
 class ResponsesFormat(ChatFormat):
@@ -164,7 +164,7 @@ class ResponsesFormat(ChatFormat):
 
         async def send_text(text: str) -> None:
             told = spot | {"delta": text, "logprobs": []}
-            await send(("response.output_text.delta", told), padded=self._body.options.include_obfuscation)
+            await send(("response.output_text.delta", told), padded=self.context.body.options.include_obfuscation)
 
         item = self._item("in_progress", [])
         spot: dict[str, Any] = {**_SPOT, "item_id": self._item_id}
@@ -218,13 +218,13 @@ class ResponsesFormat(ChatFormat):
         return told | {"incomplete_details": reason, "usage": _usage(self._usage()), "ragspec": ragspec}
 
     def _envelope(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
-        params = self.context.params
+        params, conversation = self.context.params, self.context.body.conversation
         return {
             "id": f"resp_{self.context.id}",
             "object": "response",
             "created_at": self.context.created,
             "status": status,
-            "conversation": {"id": self._body.conversation} if self._body.conversation else None,
+            "conversation": {"id": conversation} if conversation else None,
             "error": None,
             "incomplete_details": None,
             "instructions": None,

@@ -19,16 +19,17 @@ from services.openai.generation import ChoiceKey, EngineStream, RequestContext
 from services.openai.types import ChatBody, NamedTool
 
 
-async def write(body: ChatBody, context: RequestContext, sender: ResponseSender) -> None:
+async def write(context: RequestContext[ChatBody], sender: ResponseSender) -> None:
     """Raises: ApiError, RagspecError."""
-    _check(body, context)
-    form, request = await asyncio.to_thread(_request, body, context)
+    _check(context)
+    form, request = await asyncio.to_thread(_request, context)
     async with context.generate([request]) as stream:
-        await ToolFormat(body, context, stream, form).send(sender)
+        await ToolFormat(context, stream, form).send(sender)
 
 
-def _check(body: ChatBody, context: RequestContext) -> None:
+def _check(context: RequestContext[ChatBody]) -> None:
     """Raises: ApiError for a field that means nothing beside tools."""
+    body = context.body
     others = {
         "retrieval": bool(body.retrieval),
         "conversation": bool(body.conversation),
@@ -43,13 +44,13 @@ def _check(body: ChatBody, context: RequestContext) -> None:
         raise ApiError(400, reason, param=name)
 
 
-def _request(body: ChatBody, context: RequestContext) -> tuple[CallForm, Request]:
+def _request(context: RequestContext[ChatBody]) -> tuple[CallForm, Request]:
     """The engine's request. Drafters may copy all texts of the conversation, and the beginning of each tool's call.
 
     Raises: InputError, PromptTooLong.
     """
-    prompts = context.model.prompts
-    form, prompt_ids, schemas = call_form(prompts), _prompt_ids(body, context), _schemas(body)
+    body, prompts = context.body, context.model.prompts
+    form, prompt_ids, schemas = call_form(prompts), _prompt_ids(context), _schemas(body)
     is_named = isinstance(body.tool_choice, NamedTool)
     is_parallel = body.parallel_tool_calls is not False and not is_named
     is_required = is_named or body.tool_choice == "required"
@@ -61,11 +62,11 @@ def _request(body: ChatBody, context: RequestContext) -> tuple[CallForm, Request
     return form, Request(context.id, prompt_ids, *options, grammar=grammar, affinity=salt)
 
 
-def _prompt_ids(body: ChatBody, context: RequestContext) -> tuple[int, ...]:
+def _prompt_ids(context: RequestContext[ChatBody]) -> tuple[int, ...]:
     """Raises: InputError, PromptTooLong."""
     prompts, max_tokens = context.model.prompts, context.params.max_tokens
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-    messages = [message.template_fields for message in body.messages]
+    tools = [tool.model_dump(exclude_none=True) for tool in context.body.tools or ()]
+    messages = [message.template_fields for message in context.body.messages]
     if prompts.writes_control([tools, messages]):
         raise InputError("a field of a tool is named as a control token of this model")
     prompt_ids = prompts.encode(messages, tools=tools or None, add_generation_prompt=True)
@@ -101,10 +102,10 @@ def _texts(body: ChatBody, form: CallForm) -> Iterator[str]:
 class ToolFormat(MessageFormat):
     """A message may hold calls. A stream tells a call's id and name with the call's first arguments."""
 
-    def __init__(self, body: ChatBody, context: RequestContext, stream: EngineStream, form: CallForm) -> None:
-        super().__init__(body, context, stream)
+    def __init__(self, context: RequestContext[ChatBody], stream: EngineStream, form: CallForm) -> None:
+        super().__init__(context, stream)
         self._form = form
-        self._names = [tool.function.name for tool in body.tools or ()]
+        self._names = [tool.function.name for tool in context.body.tools or ()]
         self._texts = dict.fromkeys(self.indices, "")
         self._sent = dict.fromkeys(self.indices, ParsedAnswer("", ()))
 
