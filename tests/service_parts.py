@@ -79,10 +79,13 @@ class Service:
         """A header, for requests that are written by hand."""
         return f"Authorization: Bearer {self.keys.trusted}"
 
+    def counted(self, name: str) -> float:
+        """The sum of the samples whose lines begin with `name`."""
+        return sum(float(row.rpartition(" ")[2]) for row in self.metrics() if row.startswith(name))
+
     def aborts(self, reason: str) -> float:
         """How many answers were given up for that reason."""
-        line = f'ragspec_aborts_total{{model_name="{MODEL}",reason="{reason}"}} '
-        return sum(float(row.removeprefix(line)) for row in self.metrics() if row.startswith(line))
+        return self.counted(f'ragspec_aborts_total{{model_name="{MODEL}",reason="{reason}"}} ')
 
     def json_head(self, *lines: str, path: str = "/v1/chat/completions") -> bytes:
         """The head of a POST of JSON with the trusted key, and more lines, for `raw_http`."""

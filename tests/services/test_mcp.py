@@ -136,9 +136,8 @@ async def test_a_result_too_large_to_read_is_refused(service: Service, monkeypat
         assert "at most" in await refused(client, "add_document", name="x.txt", content=content, encoding="base64")
         monkeypatch.setattr("services.mcp._MAX_RESULT_CHARS", 10_000)
         added = await called(client, "add_document", name="tide.txt", content=text[:21_000])
-        (row,) = [
-            row for row in (await called(client, "list_documents", limit=1000))["documents"] if added["id"] in row["id"]
-        ]
+        listed = (await called(client, "list_documents", limit=1000))["documents"]
+        (row,) = [row for row in listed if added["id"] in row["id"]]
         told = await refused(client, "get_passage", document_id=row["id"], start=0, end=20_000)
         assert "at most 10000" in told
 
@@ -166,16 +165,10 @@ async def test_over_stdio_an_agent_reads_and_adds_only_where_that_is_allowed(ser
 @pytest.mark.slow
 async def test_the_command_speaks_over_stdio_alone(parts: Path, tmp_path: Path) -> None:
     """A line of progress on stdout, which ends the session."""
-    (tmp_path / "tiny.yaml").write_text("engine: {max_kv_tokens: 4096, num_threads: 1}")
-    arguments = [
-        "--config",
-        str(tmp_path / "tiny.yaml"),
-        "--target",
-        str(parts / "model"),
-        "--index",
-        str(parts / "index"),
-    ]
-    command = ["-m", "ragspec.cli", "mcp", *arguments, "--data", str(tmp_path / "data"), "--tenant", "ann"]
+    (config := tmp_path / "tiny.yaml").write_text("engine: {max_kv_tokens: 4096, num_threads: 1}")
+    paths = {"config": config, "target": parts / "model", "index": parts / "index", "data": tmp_path / "data"}
+    options = [f"--{name}={path}" for name, path in paths.items()]
+    command = ["-m", "ragspec.cli", "mcp", *options, "--tenant", "ann"]
     server = StdioServerParameters(command=sys.executable, args=command, env={**os.environ})
     async with Client(server, read_timeout_seconds=120.0) as client:
         assert len((await client.list_tools()).tools) == 4

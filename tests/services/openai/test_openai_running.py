@@ -59,12 +59,6 @@ def is_free(service: Service) -> bool:
     return engine.idle() and found[0]
 
 
-def counted(service: Service, name: str) -> float:
-    """The sum of a counter's samples."""
-    lines = service.backend.metrics.text().decode().splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
-
-
 def post(service: Service, given: dict[str, Any]) -> socket.socket:
     """A request on a socket of its own, sent and not read."""
     content = json.dumps(given).encode()
@@ -85,16 +79,16 @@ def test_a_client_that_leaves_is_worked_for_no_longer(
         return reserved[-1]
 
     monkeypatch.setattr(service.backend.rate_limiter, "reserve", watched)
-    gone, vain = counted(service, "ragspec_aborts_total"), counted(service, "vllm:generation_tokens_total")
+    gone, vain = service.counted("ragspec_aborts_total"), service.counted("vllm:generation_tokens_total")
     with post(service, body(**options)) as link:
         before = engine_of(service).load().num_steps
         until(lambda: engine_of(service).load().num_steps > before + 8)
         if options.get("stream"):
             assert link.recv(1) == b"H"
-    until(lambda: counted(service, "ragspec_aborts_total") == gone + 1)
+    until(lambda: service.counted("ragspec_aborts_total") == gone + 1)
     until(lambda: is_free(service))
-    until(lambda: counted(service, "vllm:generation_tokens_total") > vain)
-    assert counted(service, "vllm:generation_tokens_total") - vain < LONG * options.get("n", 1)
+    until(lambda: service.counted("vllm:generation_tokens_total") > vain)
+    assert service.counted("vllm:generation_tokens_total") - vain < LONG * options.get("n", 1)
     assert 0 < reserved[0].num_tokens < LONG * options.get("n", 1)
     assert service.backend.rate_limiter.running == 0
 
@@ -117,11 +111,11 @@ def test_a_client_that_leaves_while_a_thread_works_leaves_nothing(
             done.set()
 
     monkeypatch.setattr(owner, where, slow)
-    gone = counted(service, "ragspec_aborts_total")
+    gone = service.counted("ragspec_aborts_total")
     prediction = {"type": "content", "content": "The bridge. " * 500}  # long enough to be read in a thread
     with post(service, body(stream=True, prediction=prediction)):
         assert entered.wait(PATIENCE_S)
-    until(lambda: counted(service, "ragspec_aborts_total") == gone + 1)
+    until(lambda: service.counted("ragspec_aborts_total") == gone + 1)
     release.set()
     assert done.wait(PATIENCE_S)
     until(lambda: is_free(service))
