@@ -71,11 +71,9 @@ def restore(backup: Path, index_dir: Path, service: ServiceSettings) -> dict[str
     Raises: InputError for a folder that is no backup or a place that is taken, StoreCorrupt, SaveError.
     """
     record = _checked_record(backup)
-    places = {"index": index_dir, "library": library_folder(service, index_dir)}
-    data = Path(service.data_dir) if service.data_dir else None
-    targets = {backup / name: place for name, place in places.items()}
-    if data is not None:
-        targets |= {backup / "data" / name: data / name for name in _DATABASES}
+    targets = {backup / "index": index_dir, backup / "library": library_folder(service, index_dir)}
+    if service.data_dir:
+        targets |= {backup / "data" / name: Path(service.data_dir) / name for name in _DATABASES}
     taken = [str(place) for place in targets.values() if place.exists()]
     if taken:
         raise InputError(f"a restore replaces nothing: move {', '.join(taken)} away first")

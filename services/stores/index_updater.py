@@ -16,7 +16,7 @@ from ragspec.disk import make_private
 from ragspec.errors import IndexBusy, StoreError, StoreMissing
 from ragspec.retrieval.encoder import FloatArray, TextEncoder
 from ragspec.retrieval.index.content_key import check_document
-from ragspec.retrieval.index.embedding import Chunker, EmbeddedDocument, encode_missing
+from ragspec.retrieval.index.embedding import Chunker, EmbeddedDocument
 from ragspec.retrieval.index.index_directory import GRACE_S
 from ragspec.retrieval.index.pointer import CURRENT
 from ragspec.retrieval.index.store import Store
@@ -78,10 +78,6 @@ class IndexUpdater:
         for each in found:
             each.reuse(known)
         return found
-
-    def encode(self, documents: Sequence[EmbeddedDocument], max_chars: int) -> None:
-        """Encodes some of the passages, without a commit. Raises: ModelError, RetrievalError."""
-        encode_missing(self._encoder, documents, max_chars)
 
     def replace(
         self, members: Sequence[StoreMember], documents: Sequence[EmbeddedDocument], kept: Collection[str] = ()

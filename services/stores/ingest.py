@@ -20,6 +20,7 @@ from pathlib import Path
 from ragspec.errors import IndexBusy, InputError, Overloaded, RagspecError, RetrievalError, SaveError
 from ragspec.numerics.threads import compute_threads, num_processors
 from ragspec.retrieval.encoder import TextEncoder
+from ragspec.retrieval.index.embedding import encode_missing
 from ragspec.retrieval.reading.bounded_reader import ReadLimits
 from ragspec.tenants import FairQueue
 from services.stores.index_updater import Forget, IndexUpdater, PartsMissing
@@ -28,6 +29,9 @@ from services.stores.uploads import UnsupportedFile, Upload, UploadQueue, yield_
 
 log = logging.getLogger(__name__)
 
+MAX_WAITING = 10_000
+"""Files of all tenants that may wait."""
+READ_LIMITS = ReadLimits()
 _TURN_CHARS = 2**15
 """Encoded before the next tenant or a deletion has its turn: about fifty passages, a few seconds."""
 _MAX_DELETIONS = 64
@@ -46,10 +50,6 @@ class _Deletion:
     members: Sequence[StoreMember]
     done: Future[None] = field(default_factory=Future)
 
-    @property
-    def tenant(self) -> str:
-        return self.members[0].tenant
-
 
 class IngestWorker:
     """Safe to call from several threads. `forget` clears caches of deleted and replaced documents.
@@ -65,17 +65,13 @@ class IngestWorker:
         encoder: TextEncoder,
         path_of: Callable[[FileRecord], Path],
         forget: Forget,
-        *,
-        max_waiting: int = 10_000,
-        limits: ReadLimits | None = None,
     ) -> None:
-        self._records, self._path_of = records, path_of
+        self._records, self._encoder, self._path_of = records, encoder, path_of
         self._index = IndexUpdater(index_dir, encoder, forget)
-        self._max_waiting, self._limits = max_waiting, limits or ReadLimits()
         self.wake = threading.Condition()
         self.uploads = UploadQueue(self._read, self.wake)
         self.members_due_s = 0.0
-        self.deletions = FairQueue[_Deletion](lambda deletion: deletion.tenant)
+        self.deletions = FairQueue[_Deletion](lambda deletion: deletion.members[0].tenant)
         self.unfinished_deletions: list[StoreMember] = []
         self.deletions_due_s = 0.0
         self._stopping = False
@@ -97,7 +93,7 @@ class IngestWorker:
 
     def check_room(self, num_files: int) -> None:
         """Raises: Overloaded if the queue has no room for so many files."""
-        if len(self.uploads) + num_files > self._max_waiting:
+        if len(self.uploads) + num_files > MAX_WAITING:
             raise Overloaded(f"{len(self.uploads)} files wait to be read already")
 
     def add(self, member: StoreMember) -> None:
@@ -124,7 +120,7 @@ class IngestWorker:
     def _begin(self, deletion: _Deletion) -> None:
         """Queues a deletion. Raises: Overloaded, SaveError."""
         with self.wake:
-            if len(self.deletions.of(deletion.tenant)) >= _MAX_DELETIONS:
+            if len(self.deletions.of(deletion.members[0].tenant)) >= _MAX_DELETIONS:
                 raise Overloaded(f"{_MAX_DELETIONS} deletions wait already")
         self._records.set_status(deletion.members, "deleting")
         with self.wake:
@@ -228,9 +224,9 @@ class IngestWorker:
             if not self._records.is_in_progress(member):
                 upload.is_dropped = True
                 return True
-            if not upload.is_parsed:
+            if upload.lines is None:
                 file = self._records.file(member.tenant, member.file)
-                upload.parse(self._path_of(file), file, self._limits)
+                upload.parse(self._path_of(file), file, READ_LIMITS)
                 return False
             upload.read_part()
             if not upload.part and not upload.committed:
@@ -265,7 +261,7 @@ class IngestWorker:
         passages = [document for upload in read for document in upload.passages]
         try:
             if sum(upload.num_missing_chars for upload in read) > _TURN_CHARS:
-                self._index.encode(passages, _TURN_CHARS)
+                encode_missing(self._encoder, passages, _TURN_CHARS)
                 self.uploads.put_back(read)
                 return
             if read:

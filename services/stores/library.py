@@ -2,7 +2,7 @@
 
 Owns records, files and the worker that changes the index. Knows no HTTP.
 
-    >>> with Library(data_dir, index_dir, encoder, forget) as library:
+    >>> with closing(Library(data_dir, index_dir, encoder, forget)) as library:
     ...     file = library.upload("acme", "faq.md", "assistants", content)
     ...     store = library.create_store("acme", "help")
     ...     library.attach("acme", store.id, file.id, {})
@@ -23,7 +23,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -32,19 +32,10 @@ from ragspec.errors import InputError, NoRoom, SaveError
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.index.pointer import configured_index_dir
 from ragspec.retrieval.reading import SUFFIXES
-from ragspec.retrieval.reading.bounded_reader import ReadLimits
 from services.settings import ServiceConfig, ServiceSettings
+from services.stores import records
 from services.stores.index_updater import Forget
 from services.stores.ingest import IngestWorker
-from services.stores.records import (
-    MAX_BYTES_PER_TENANT,
-    RECORD_BYTES,
-    Attributes,
-    FileRecord,
-    Records,
-    StoreMember,
-    StoreRecord,
-)
 
 _MAX_NAME_CHARS = 255
 _CHUNK_BYTES = 2**20
@@ -71,39 +62,28 @@ def library_folder(service: ServiceSettings, index_dir: Path) -> Path:
     return Path(service.data_dir) / "libraries" / f"{index_dir.name}-{hashlib.sha256(place).hexdigest()[:16]}"
 
 
-class Library(AbstractContextManager["Library"]):
+class Library:
     """Safe to call from several threads. Plain methods may block."""
 
     def __init__(
-        self,
-        data_dir: Path,
-        index_dir: Path,
-        encoder: TextEncoder,
-        forget: Forget = lambda tenant, documents: None,
-        *,
-        max_bytes_per_tenant: int = MAX_BYTES_PER_TENANT,
-        max_waiting: int = 10_000,
-        parse_limits: ReadLimits | None = None,
+        self, data_dir: Path, index_dir: Path, encoder: TextEncoder, forget: Forget = lambda tenant, documents: None
     ) -> None:
         """`forget` is called for documents that leave the index. Raises: SaveError, StoreCorrupt."""
-        self.records = Records(data_dir / "library.sqlite")
+        self.records = records.Records(data_dir / "library.sqlite")
         make_private(data_dir)
         self.blobs = Blobs(data_dir / "files")
         self.disk_reserve = DiskReserve(data_dir / "reserve")
         self.blobs.remove_unrecorded(self.records.all_files())
-        self._max_bytes = max_bytes_per_tenant
         self._lock, self._reserved = threading.Lock(), Counter[str]()  # bytes that are being written, by tenant
-        self.ingest = IngestWorker(
-            self.records, index_dir, encoder, self.blobs.path, forget, max_waiting=max_waiting, limits=parse_limits
-        )
+        self.ingest = IngestWorker(self.records, index_dir, encoder, self.blobs.path, forget)
         self.ingest.start()
 
-    def upload(self, tenant: str, filename: str, purpose: str, content: BinaryIO) -> FileRecord:
+    def upload(self, tenant: str, filename: str, purpose: str, content: BinaryIO) -> records.FileRecord:
         """Raises: InputError, SaveError, NoRoom if the tenant has no space left."""
         name = _plain_name(filename)
         num_bytes = content.seek(0, os.SEEK_END)
         content.seek(0)
-        file = FileRecord(tenant, f"file-{secrets.token_hex(12)}", name, purpose, num_bytes, time.time())
+        file = records.FileRecord(tenant, f"file-{secrets.token_hex(12)}", name, purpose, num_bytes, time.time())
         with self._room(tenant, num_bytes):
             self.blobs.write(file, content)
             try:
@@ -138,7 +118,7 @@ class Library(AbstractContextManager["Library"]):
 
     def create_store(
         self, tenant: str, name: str = "", metadata: Mapping[str, str] | None = None, file_ids: Collection[str] = ()
-    ) -> StoreRecord:
+    ) -> records.StoreRecord:
         """A store with these files, or none. Raises: NotFound, InputError, Overloaded, SaveError, NoRoom."""
         metadata = metadata or {}
         with self._room(tenant, _num_bytes(metadata)):
@@ -153,7 +133,7 @@ class Library(AbstractContextManager["Library"]):
 
     def change_store(
         self, tenant: str, store_id: str, name: str | None = None, metadata: Mapping[str, str] | None = None
-    ) -> StoreRecord:
+    ) -> records.StoreRecord:
         """None keeps the value. Raises: NotFound, InputError, SaveError."""
         old = self.records.store(tenant, store_id)
         kept = old.metadata if metadata is None else metadata
@@ -169,14 +149,16 @@ class Library(AbstractContextManager["Library"]):
         await self.ingest.delete(await asyncio.to_thread(self.records.members, tenant, store_id))
         await asyncio.to_thread(self.records.drop_store, tenant, store_id)
 
-    def attach(self, tenant: str, store_id: str, file_id: str, attributes: Attributes) -> StoreMember:
+    def attach(self, tenant: str, store_id: str, file_id: str, attributes: records.Attributes) -> records.StoreMember:
         """Starts to index a file in a store. Raises: NotFound, InputError, Overloaded, SaveError, NoRoom."""
         return self.attach_all(tenant, store_id, {file_id: attributes})[0]
 
-    def attach_all(self, tenant: str, store_id: str, files: Mapping[str, Attributes]) -> list[StoreMember]:
+    def attach_all(
+        self, tenant: str, store_id: str, files: Mapping[str, records.Attributes]
+    ) -> list[records.StoreMember]:
         """Starts to index files, each with its attributes, as a batch. Raises as `attach`, before any is added."""
         self.ingest.check_room(len(files))
-        num_bytes = sum(map(_num_bytes, files.values())) + (len(files) - 1) * RECORD_BYTES
+        num_bytes = sum(map(_num_bytes, files.values())) + (len(files) - 1) * records.RECORD_BYTES
         with self._room(tenant, num_bytes):
             members = self.records.add_members(tenant, store_id, files)
         for member in members:
@@ -186,11 +168,11 @@ class Library(AbstractContextManager["Library"]):
     @contextmanager
     def _room(self, tenant: str, num_bytes: int) -> Iterator[None]:
         """Reserves room for a record and its bytes while they are written. Raises: NoRoom, SaveError."""
-        num_bytes += RECORD_BYTES
+        num_bytes += records.RECORD_BYTES
         with self._lock:
-            room = self._max_bytes - self._reserved[tenant] - self.records.used_bytes(tenant)
+            room = records.MAX_BYTES_PER_TENANT - self._reserved[tenant] - self.records.used_bytes(tenant)
             if num_bytes > room:
-                left = max(0, room - RECORD_BYTES)
+                left = max(0, room - records.RECORD_BYTES)
                 raise NoRoom(f"there is room for {left} bytes more: delete files or vector stores that are not needed")
             self._reserved[tenant] += num_bytes
         try:
@@ -210,11 +192,8 @@ class Library(AbstractContextManager["Library"]):
         self.ingest.stop()
         self.records.close()
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
-
-def _num_bytes(fields: Attributes) -> int:
+def _num_bytes(fields: records.Attributes) -> int:
     return sum(len(key) + len(str(value)) for key, value in fields.items())
 
 
@@ -260,7 +239,7 @@ class Blobs:
             for left in folder.glob(f"*/{TEMPORARY}*"):
                 left.unlink(missing_ok=True)
 
-    def remove_unrecorded(self, known: Iterable[FileRecord]) -> None:
+    def remove_unrecorded(self, known: Iterable[records.FileRecord]) -> None:
         """Removes files without a record: their upload was cut off.
 
         Keeps files younger than an hour, which another process may be receiving. Removes nothing if there are no records at all:
@@ -273,12 +252,12 @@ class Blobs:
                     if _owner_and_id(path) not in kept and path.is_file() and path.stat().st_mtime < oldest_s:
                         path.unlink()
 
-    def path(self, file: FileRecord) -> Path:
+    def path(self, file: records.FileRecord) -> Path:
         suffix = Path(file.filename).suffix.lower()
         owner = hashlib.sha256(file.tenant.encode()).hexdigest()[:32]
         return self._folder / owner / (file.id + (suffix if suffix in SUFFIXES else ""))
 
-    def write(self, file: FileRecord, content: BinaryIO) -> None:
+    def write(self, file: records.FileRecord, content: BinaryIO) -> None:
         """Writes `content` durably. Raises: SaveError."""
         path = self.path(file)
         with saving(self._folder):
@@ -286,7 +265,7 @@ class Blobs:
             with atomic_writer(path) as copy:
                 shutil.copyfileobj(content, copy, _CHUNK_BYTES)
 
-    def remove(self, file: FileRecord) -> None:
+    def remove(self, file: records.FileRecord) -> None:
         with saving(self._folder):
             self.path(file).unlink(missing_ok=True)
 

@@ -103,7 +103,7 @@ class Upload:
 
     `part`: the documents to commit next; `passages`: the same, cut. `committed`: the ids of those before. `may_be_known`: the
     index may hold documents of the file already. `is_dropped`: the member ended, is deleted, or was attached again. `unread`:
-    the parts of the file that were not read, in words.
+    the parts of the file that were not read, in words. `lines`: of the parsed file.
     """
 
     member: StoreMember
@@ -117,16 +117,12 @@ class Upload:
     is_dropped: bool = False
     error: Exception | None = None
     unread: str = ""
-    _lines: TextIO | None = None
+    lines: TextIO | None = None
     _rest: Iterator[Document] = field(default_factory=lambda: iter(()))
 
     @property
     def tenant(self) -> str:
         return self.member.tenant
-
-    @property
-    def is_parsed(self) -> bool:
-        return self._lines is not None
 
     @property
     def num_chars(self) -> int:
@@ -140,11 +136,11 @@ class Upload:
 
     def parse(self, path: Path, file: FileRecord, limits: ReadLimits) -> None:
         """Raises: InputError."""
-        self._lines, unread = parsed(path, file.filename, limits)
+        self.lines, unread = parsed(path, file.filename, limits)
         self.unread = "; ".join(str(part) for part in unread if part.place)[:_MAX_REASON_CHARS]
-        is_long = os.fstat(self._lines.fileno()).st_size > _LARGE_BYTES
+        is_long = os.fstat(self.lines.fileno()).st_size > _LARGE_BYTES
         self.is_large = is_long and not has_rows(file.filename)  # Why: a part of a file of rows is small
-        self._rest = documents(self._lines, file, self.member)
+        self._rest = documents(self.lines, file, self.member)
 
     def read_part(self) -> None:
         """Fills an empty `part` of a parsed file; `is_whole` is set with the last one."""
@@ -168,8 +164,8 @@ class Upload:
 
     def close(self) -> None:
         """Removes what parsing left on the disk."""
-        if self._lines is not None:
-            self._lines.close()
+        if self.lines is not None:
+            self.lines.close()
 
 
 def yield_to_answers() -> None:

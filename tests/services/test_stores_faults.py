@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from ragspec.retrieval.reading.bounded_reader import ReadLimits
 from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.retrieval.search.segment_search import SearchScope
 from services.settings import ServiceConfig
-from services.stores import index_updater, ingest, uploads
+from services.stores import index_updater, ingest, records, uploads
 from services.stores.index_updater import IndexUpdater
 from services.stores.library import Library, library_folder, open_library
 from services.stores.records import RECORD_BYTES, Records
@@ -45,7 +45,7 @@ def index(tmp_path: Path) -> Path:
     return tmp_path / "index"
 
 
-Opened = Callable[..., Library]
+Opened = Callable[[], Library]
 
 
 @pytest.fixture(autouse=True)
@@ -59,8 +59,8 @@ def soon_again(monkeypatch: pytest.MonkeyPatch) -> None:
 def opened(tmp_path: Path, index: Path) -> Iterator[Opened]:
     libraries: list[Library] = []
 
-    def open_one(**options: Any) -> Library:
-        libraries.append(Library(tmp_path / "data", index, LetterEncoder(), **options))
+    def open_one() -> Library:
+        libraries.append(Library(tmp_path / "data", index, LetterEncoder()))
         return libraries[-1]
 
     yield open_one
@@ -209,9 +209,10 @@ def test_a_deletion_that_can_neither_be_done_nor_taken_back_is_owed(
     assert found(index) == {OLD.text}
 
 
-def test_the_room_of_a_tenant_is_bounded(opened: Opened, tmp_path: Path) -> None:
+def test_the_room_of_a_tenant_is_bounded(opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One tenant filled the disk of all."""
-    library = opened(max_bytes_per_tenant=100_000)
+    monkeypatch.setattr(records, "MAX_BYTES_PER_TENANT", 100_000)
+    library = opened()
     library.upload("ann", "a.txt", "assistants", io.BytesIO(b"a" * 60_000))
     room = 100_000 - 60_000 - 2 * RECORD_BYTES
     with pytest.raises(NoRoom, match=f"room for {room} bytes more"):
@@ -223,9 +224,10 @@ def test_the_room_of_a_tenant_is_bounded(opened: Opened, tmp_path: Path) -> None
     assert not list((tmp_path / "data" / "files").rglob(".building-*"))
 
 
-def test_what_has_no_bytes_takes_room_too(opened: Opened) -> None:
+def test_what_has_no_bytes_takes_room_too(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     """Empty files, empty stores and their metadata cost nothing: one tenant fills the database of all."""
-    library = opened(max_bytes_per_tenant=20 * RECORD_BYTES)
+    monkeypatch.setattr(records, "MAX_BYTES_PER_TENANT", 20 * RECORD_BYTES)
+    library = opened()
     metadata = {f"key {number}": "x" * 500 for number in range(16)}
     adding: list[Callable[[], object]] = [
         lambda: library.upload("ann", "a.txt", "assistants", io.BytesIO(b"")),
@@ -261,9 +263,10 @@ class Slow(io.BytesIO):
         return super().read(size)
 
 
-def test_files_at_once_do_not_share_one_room(opened: Opened) -> None:
+def test_files_at_once_do_not_share_one_room(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of forty uploads finds room before any is written, and forty times the room is used."""
-    library, may_come = opened(max_bytes_per_tenant=100_000), threading.Event()
+    monkeypatch.setattr(records, "MAX_BYTES_PER_TENANT", 100_000)
+    library, may_come = opened(), threading.Event()
     with ThreadPoolExecutor(4) as pool:
         uploads = [
             pool.submit(library.upload, "ann", f"{n}.txt", "assistants", Slow(b"a" * 60_000, may_come))
@@ -285,19 +288,23 @@ def test_files_at_once_do_not_share_one_room(opened: Opened) -> None:
     ],
 )
 def test_a_file_beyond_the_limits_of_parsing_fails_alone(
-    opened: Opened, limits: ReadLimits, name: str, text: str, message: str
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, limits: ReadLimits, name: str, text: str, message: str
 ) -> None:
     """A parser that never ends stopped all others; a small file was unpacked into more text or rows than the memory holds."""
-    library = opened(parse_limits=limits)
+    monkeypatch.setattr(ingest, "READ_LIMITS", limits)
+    library = opened()
     store, file = attached(library, name, text)
     assert ended(library, store, file) == ("failed", "invalid_file")
     assert message in library.records.member("ann", store, file).message
     indexed(library, "rows.txt", "A zebra.")
 
 
-def test_too_many_waiting_files_are_refused_at_once(index: Path, opened: Opened) -> None:
+def test_too_many_waiting_files_are_refused_at_once(
+    index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A queue without an end takes all memory, and promises what it cannot keep."""
-    library = opened(max_waiting=2)
+    monkeypatch.setattr(ingest, "MAX_WAITING", 2)
+    library = opened()
     with IndexWriter(index, LetterEncoder()):  # another writer: nothing moves on meanwhile
         store, file = attached(library)
         with pytest.raises(Overloaded):
@@ -384,21 +391,11 @@ def test_a_long_build_of_the_index_fails_no_upload(
 def test_what_waits_for_a_service_that_stops_is_told(opened: Opened, index: Path) -> None:
     """A request to delete hung while the service was shutting down."""
     library, store, file = with_a_file(opened)
-    ends: list[BaseException] = []
-
-    def detach() -> None:
-        try:
-            asyncio.run(library.detach("ann", store, file))
-        except (SaveError, Overloaded) as error:
-            ends.append(error)
-
-    with IndexWriter(index, LetterEncoder()):
-        thread = threading.Thread(target=detach)
-        thread.start()
+    with ThreadPoolExecutor(1) as thread, IndexWriter(index, LetterEncoder()):
+        detached = thread.submit(lambda: asyncio.run(library.detach("ann", store, file)))
         time.sleep(0.2)
         library.ingest.stop()
-        thread.join()
-    assert len(ends) == 1
+        assert isinstance(detached.exception(), SaveError | Overloaded)
     assert status_of(library, "ann", store, file) in ("completed", "deleting")
 
 
@@ -486,11 +483,11 @@ def test_each_index_has_files_of_its_own(index: Path, tmp_path: Path) -> None:
     first = ServiceConfig.model_validate(given)
     given["retriever"]["index_dir"] = str(other)
     second = ServiceConfig.model_validate(given)
-    with open_library(first, LetterEncoder(), lambda *_: None) as library:
+    with closing(open_library(first, LetterEncoder(), lambda *_: None)) as library:
         indexed(library)
-    with open_library(second, LetterEncoder(), lambda *_: None) as library:
+    with closing(open_library(second, LetterEncoder(), lambda *_: None)) as library:
         assert library.records.files("ann") == [] and found(other) == {OLD.text}
-    with open_library(first, LetterEncoder(), lambda *_: None) as library:
+    with closing(open_library(first, LetterEncoder(), lambda *_: None)) as library:
         (file,) = library.records.files("ann")
         asyncio.run(library.delete_file("ann", file.id))
     assert found(index) == {OLD.text}

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def encoder() -> HeldEncoder:
 @pytest.fixture
 def library(tmp_path: Path, encoder: HeldEncoder) -> Iterator[Library]:
     build_index([Document("old", "The old mill grinds corn.")], tmp_path / "index", LetterEncoder())
-    with Library(tmp_path / "data", tmp_path / "index", encoder) as library:
+    with closing(Library(tmp_path / "data", tmp_path / "index", encoder)) as library:
         yield library
         encoder.go_on.set()
         encoder.finish.set()
@@ -169,7 +170,7 @@ def test_a_process_killed_between_slices_leaves_no_half_text_and_loses_none(tmp_
     )
     assert killed.returncode < 0
     assert not any("Quagga" in document.text for document in documents(tmp_path, "bob"))
-    with Library(tmp_path / "data", tmp_path / "index", LetterEncoder()) as library:
+    with closing(Library(tmp_path / "data", tmp_path / "index", LetterEncoder())) as library:
         for acknowledged in killed.stdout.splitlines():
             store, file = acknowledged.split()
             assert ended(library, store, file, "bob") == ("completed", "")
