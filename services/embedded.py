@@ -105,7 +105,8 @@ class TimedProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answers invalid HTTP and heads that are too large."""
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self._has_begun():
+        has_begun = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not has_begun:
             error = ApiError(400, "this is no valid HTTP request, or its head is too large")
             response = error.response("")
             headers = [*response.raw_headers, (b"connection", b"close")]
@@ -113,9 +114,6 @@ class TimedProtocol(H11Protocol):
             for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
-
-    def _has_begun(self) -> bool:
-        return self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
 
     def _close_late(self) -> None:
         self._head_timer = None

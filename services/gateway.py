@@ -139,7 +139,7 @@ class AuthMiddleware:
             incoming.close()
             if not limit.expired():
                 raise
-            if incoming.is_gone:
+            if incoming.gone.is_set():
                 self._metrics.aborted("client_gone")
                 return
             self._metrics.aborted("timeout")
@@ -236,18 +236,13 @@ class IncomingRequest:
         self._num_bytes, self._deadline_s = 0, 0.0
         self._body: bytes | None = None
         self.is_complete = False  # whether the whole body was received
-        self._gone = asyncio.Event()
+        self.gone = asyncio.Event()  # set when the client leaves
         self._on_gone: Callable[[], None] | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._may_have_body = method in _METHODS_WITH_BODY
         self._content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
         if is_languagetool(path) and self._content_type == _JSON:
             self._content_type = _FORM  # Why: LTeX calls its forms JSON, and LanguageTool reads every body as a form
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether the client left."""
-        return self._gone.is_set()
 
     @property
     def has_body(self) -> bool:
@@ -316,7 +311,7 @@ class IncomingRequest:
                 raise ApiError(408, "the upload took too long") from None
             self._watch_client()
             return message
-        await self._gone.wait()
+        await self.gone.wait()
         return {"type": "http.disconnect"}
 
     def when_gone(self, callback: Callable[[], None]) -> None:
@@ -336,13 +331,13 @@ class IncomingRequest:
     async def _wait_for_disconnect(self, callback: Callable[[], None]) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._gone.set()
+        self.gone.set()
         callback()
 
     async def _next(self) -> Message:
         message = await self._receive()
         if message["type"] == "http.disconnect":
-            self._gone.set()
+            self.gone.set()
             raise ClientGone
         self._num_bytes += len(message.get("body", b""))
         if self._num_bytes > self._limits.body_bytes:

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from ragspec.core import Request as Generation
 from ragspec.core import SamplingParams
@@ -22,7 +23,6 @@ from ragspec.errors import Overloaded, RagspecError
 from ragspec.speculation import OFF
 from services.backend import ServedModel, ServiceBackend
 from services.errors import ApiError
-from services.metrics import CONTENT_TYPE
 from services.settings import CANARY_S
 
 log = logging.getLogger(__name__)
@@ -104,6 +104,6 @@ def routes(backend: ServiceBackend) -> APIRouter:
         """The counters in Prometheus' text format."""
         if not request.state.caller.trusted:
             raise ApiError(403, "this needs a trusted key")
-        return Response(backend.metrics.text(), media_type=CONTENT_TYPE)
+        return Response(backend.metrics.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     return router

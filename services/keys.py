@@ -63,10 +63,6 @@ class KeyRecord(BaseModel):
     created: str = ""
     limits: KeyLimits | None = None
 
-    @property
-    def caller(self) -> Caller:
-        return Caller(self.id, self.tenant, self.trusted, self.limits)
-
 
 class _KeyFileContent(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -137,7 +133,7 @@ def _caller(records: Sequence[KeyRecord], key: str) -> Caller | None:
     for record in records:
         if hmac.compare_digest(record.sha256, key_digest):
             found = record
-    return found.caller if found else None
+    return Caller(found.id, found.tenant, found.trusted, found.limits) if found else None
 
 
 def read_keys(path: Path) -> tuple[KeyRecord, ...]:

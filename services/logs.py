@@ -11,7 +11,6 @@ import json
 import logging
 import traceback
 from datetime import UTC, datetime
-from types import TracebackType
 from typing import Any
 
 current_request: contextvars.ContextVar[str] = contextvars.ContextVar("ragspec_request", default="")
@@ -36,13 +35,11 @@ class JsonFormatter(logging.Formatter):
             line["request_id"] = request_id
         line |= {name: value for name, value in vars(record).items() if name not in _STANDARD_FIELDS}
         if record.exc_info and record.exc_info[0] is not None:
-            line["error"], line["frames"] = record.exc_info[0].__name__, frames_of(record.exc_info[2])
+            line["error"] = record.exc_info[0].__name__
+            # Why not the whole traceback: the error's message may quote a user's text
+            frames = traceback.extract_tb(record.exc_info[2])
+            line["frames"] = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
         return json.dumps(line, default=str)
-
-
-def frames_of(trace: TracebackType | None) -> list[str]:
-    """The stack of an error. Why not the whole traceback: the error's message may quote a user's text."""
-    return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(trace)]
 
 
 def start_logging(level: int = logging.INFO) -> None:

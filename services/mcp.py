@@ -196,7 +196,7 @@ class DocumentTools:
         body = ChatBody(model=self._backend.model, messages=messages, retrieval=retrieval, **sampling)  # type: ignore[arg-type]
         context = RequestContext.of(self._backend, self._mailbox, body, request)
         ready = await asyncio.to_thread(prepare, context)
-        async with context.generate([ready.request], ready.retrieve_s, ready) as stream:
+        async with context.generate([ready.request], ready) as stream:
             completions = await stream.completions()
             ready = replace(ready, said=stream.said)
         ((answer,), _) = await asyncio.to_thread(context.model.chat.answers, ready, completions)

@@ -27,7 +27,6 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExport
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -35,7 +34,6 @@ from ragspec.core import FinishReason, GenerationStats
 from ragspec.errors import ConfigError
 from services.settings import TelemetryConfig
 
-CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 _BELOW_A_SECOND = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75)
 _SECONDS = (*_BELOW_A_SECOND, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 60.0, 300.0)
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)

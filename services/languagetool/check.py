@@ -42,7 +42,6 @@ _MAX_ITEMS = 100_000
 _TEXT_LEVEL_ONLY = "textLevelOnly"
 """A mode in which editors send the text again for rules that span sentences; there are no such rules here."""
 _GRAMMAR = ("grammar", "GRAMMAR", "Grammar")
-API_VERSION = 1
 _CONTEXT_CHARS = 40
 """Characters shown before and after a match."""
 _WORD_AFTER = re.compile(r"\w+|\S")
@@ -57,7 +56,7 @@ _SOFTWARE = {
     "name": "ragspec",
     "version": _VERSION,
     "buildDate": _VERSION,
-    "apiVersion": API_VERSION,
+    "apiVersion": 1,
     "premium": False,
     "premiumHint": "",
     "status": "",

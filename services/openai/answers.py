@@ -22,7 +22,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, NamedTuple
 
 from starlette.responses import Response
@@ -274,17 +274,13 @@ class GenerationResponse(Response):
     when the client leaves. An error before the first byte still gets its own status.
     """
 
-    def __init__(self, write: Callable[[ResponseSender], Awaitable[None]]) -> None:
+    def __init__(self, write: Callable[[ResponseSender], Coroutine[Any, Any, None]]) -> None:
         super().__init__()
         self._write = write
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Why a task: otherwise each of a stream's events wakes all the middleware around the route."""
-
-        async def write() -> None:
-            await self._write(ResponseSender(send))
-
-        await asyncio.create_task(write())
+        await asyncio.create_task(self._write(ResponseSender(send)))
 
 
 class ChunkEncoder:

@@ -58,7 +58,7 @@ async def write(
         ready = await asyncio.get_running_loop().run_in_executor(threads, call)
     if ready.searched:
         context.model.metrics.retrieved(ready.retrieve_s, ready.times.encode_s, ready.times.search_s)
-    async with context.generate([ready.request], ready.retrieve_s, ready) as stream:
+    async with context.generate([ready.request], ready) as stream:
         await form(context, stream, replace(ready, said=stream.said)).send(sender)
 
 

@@ -97,7 +97,7 @@ class RequestContext(Generic[AnyBody]):
 
     @asynccontextmanager
     async def generate(
-        self, requests: Sequence[Request], retrieve_s: float = 0.0, prepared: PreparedQuestion | None = None
+        self, requests: Sequence[Request], prepared: PreparedQuestion | None = None
     ) -> AsyncIterator[EngineStream]:
         """Runs the requests in the engine within the key's limits; returns unused tokens to the key at the end.
 
@@ -114,7 +114,7 @@ class RequestContext(Generic[AnyBody]):
         max_waiting = MAX_WAITING_TOKENS if self.body.stream else None
         with limiter.choices(self.caller, sum(len(request.choices) for request in requests)):
             reservation = limiter.reserve(self.caller, num_prompt, max_tokens)
-            metrics.handed_over(time.perf_counter() - self.begin_s - retrieve_s)
+            metrics.handed_over(time.perf_counter() - self.begin_s - (prepared.retrieve_s if prepared else 0.0))
             streams: list[EngineStream] = []
             try:
                 if prepared and prepared.first:

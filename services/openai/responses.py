@@ -167,7 +167,7 @@ class ResponsesFormat(ChatFormat):
             await send(("response.output_text.delta", told), padded=self.context.body.options.include_obfuscation)
 
         item = self._item("in_progress", [])
-        spot: dict[str, Any] = {**_SPOT, "item_id": self._item_id}
+        spot: dict[str, Any] = {**_SPOT, "item_id": item["id"]}
         await sender.begin_events()
         begun = {"response": self._envelope("in_progress", [])}
         await send(
@@ -200,12 +200,9 @@ class ResponsesFormat(ChatFormat):
         )
         await sender.event(b"", is_last=True)
 
-    @property
-    def _item_id(self) -> str:
-        return f"msg_{self.context.id}"
-
     def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"type": "message", "id": self._item_id, "status": status, "role": "assistant", "content": content}
+        name = f"msg_{self.context.id}"
+        return {"type": "message", "id": name, "status": status, "role": "assistant", "content": content}
 
     def _response(self, answer: Answer) -> dict[str, Any]:
         is_cut = answer.finish_reason is FinishReason.LENGTH

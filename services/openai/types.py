@@ -14,13 +14,7 @@ from pydantic_core import PydanticCustomError
 from ragspec.core import Message, SamplingParams
 from ragspec.errors import InputError
 from ragspec.numerics.noise import portable_seed
-from ragspec.rag.openai_fields import (
-    SAMPLING_FIELDS,
-    UNSUPPORTED_FIELDS,
-    content_text,
-    refused_field,
-    sampling_arguments,
-)
+from ragspec.rag import openai_fields
 from ragspec.retrieval_config import When
 from services.errors import ApiError
 from services.limits import RequestBody, at_most
@@ -36,7 +30,7 @@ MAX_TOOLS = 128
 
 def _text(value: Any) -> str:
     try:
-        return content_text(value)
+        return openai_fields.content_text(value)
     except InputError as cause:
         raise PydanticCustomError("content", "{reason}", {"reason": str(cause)}) from cause
 
@@ -101,9 +95,9 @@ class GenerationBody(Body):
         """Refuses unsupported fields, unless their value asks for nothing. Raises: ApiError."""
         if not isinstance(given, dict):
             return given
-        refused = UNSUPPORTED_FIELDS.keys() - cls._supported
-        if name := refused_field({name: given[name] for name in given if name in refused}):
-            raise ApiError(400, UNSUPPORTED_FIELDS[name], param=name, code="unsupported_parameter")
+        refused = openai_fields.UNSUPPORTED_FIELDS.keys() - cls._supported
+        if name := openai_fields.refused_field({name: given[name] for name in given if name in refused}):
+            raise ApiError(400, openai_fields.UNSUPPORTED_FIELDS[name], param=name, code="unsupported_parameter")
         return {n: value for n, value in given.items() if n not in refused and (value or n not in cls._supported)}
 
 
@@ -263,7 +257,11 @@ RetrievalField = Annotated[
 def _sampling_fields() -> dict[str, Any]:
     """The numbers and switches among the sampling parameters, as optional fields. `SamplingParams` checks their ranges."""
     kinds = {each.name: each.metadata.get("kind", type(each.default)) for each in fields(SamplingParams)}
-    return {name: (kinds[name] | None, None) for name in SAMPLING_FIELDS if kinds.get(name) in (float, int, bool)}
+    return {
+        name: (kinds[name] | None, None)
+        for name in openai_fields.SAMPLING_FIELDS
+        if kinds.get(name) in (float, int, bool)
+    }
 
 
 SamplingFields = create_model("SamplingFields", __base__=GenerationBody, **_sampling_fields())
@@ -310,10 +308,10 @@ class SamplingBody(SamplingFields):
 
         Raises: InputError.
         """
-        body = {name: getattr(self, name, None) for name in SAMPLING_FIELDS}
+        body = {name: getattr(self, name, None) for name in openai_fields.SAMPLING_FIELDS}
         if isinstance(form := body["response_format"], ResponseFormat):
             body["response_format"] = form.model_dump(by_alias=True, exclude_none=True)
-        given = sampling_arguments(body)
+        given = openai_fields.sampling_arguments(body)
         if given.get("seed", defaults.seed) is None:
             given["seed"] = portable_seed()
         return replace(defaults, **given, logprobs=self.num_alternatives)
