@@ -8,14 +8,7 @@ from service_parts import MODEL, Service, make_keys, started
 
 from ragspec.cluster.deployment import Deployment
 from ragspec.cluster.topology import Topology
-from ragspec.config import (
-    ChunkingConfig,
-    EngineConfig,
-    GenerationConfig,
-    PipelineConfig,
-    RetrieverConfig,
-    load_settings,
-)
+from ragspec.config import PipelineConfig, load_settings
 from ragspec.errors import EngineError
 from services.backend import clustered, settled_config
 from services.settings import ServiceConfig
@@ -23,17 +16,14 @@ from services.settings import ServiceConfig
 
 def test_the_deployment_says_what_is_served_and_the_caller_how() -> None:
     """A service in front of a cluster tokenizes for another target than the engines have."""
-    deployed = PipelineConfig(
-        retriever=RetrieverConfig(index_dir="there"),
-        engine=EngineConfig(max_num_seqs=3),
-        generation=GenerationConfig(temperature=0.5),
-    )
+    there = {"retriever.index_dir": "there", "engine.max_num_seqs": 3, "generation.temperature": 0.5}
+    deployed = load_settings(PipelineConfig, **there)
     said = {"service.port": 1, "chat.max_carried": 2, "generation.max_tokens": 7, "prompts.require_support": True}
     given = load_settings(ServiceConfig, **said)
     settled = settled_config(deployed, given)
     assert (settled.service.port, settled.chat.max_carried, settled.prompts.require_support) == (1, 2, True)
     assert settled.target == deployed.target and settled.retriever.index_dir == "there"
-    assert settled.engine.max_num_seqs == 3 and settled.index.chunking == ChunkingConfig()
+    assert settled.engine.max_num_seqs == 3 and settled.index.chunking == PipelineConfig().index.chunking
     assert (settled.generation.max_tokens, settled.generation.temperature) == (7, 0.5)
 
 

@@ -288,14 +288,10 @@ def test_a_conversation_over_http_that_a_kill_interrupts_is_that_of_python(parts
         with serve_process(parts) as started, started.client() as client:
             conversation = conversation or client.post("/v1/conversations", json={}).json()["id"]
             for question in some:
-                body = {
-                    "model": MODEL,
-                    "messages": [{"role": "user", "content": question}],
-                    "conversation": conversation,
-                }
-                texts.append(
-                    client.post("/v1/chat/completions", json=body | same).json()["choices"][0]["message"]["content"]
-                )
+                body = same | {"model": MODEL, "conversation": conversation}
+                body["messages"] = [{"role": "user", "content": question}]
+                reply = client.post("/v1/chat/completions", json=body).json()
+                texts.append(reply["choices"][0]["message"]["content"])
     config = load_config(parts / "service.yaml", **{"retriever.index_dir": str(parts / "index")})
     with Pipeline.from_config(config) as pipeline, pipeline.chat() as chat:
         assert [chat.ask(question, **same).text for question in questions] == texts

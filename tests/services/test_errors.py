@@ -5,46 +5,29 @@ import inspect
 import httpx2 as httpx
 import pytest
 
-import ragspec.errors
-from ragspec.errors import (
-    ConfigError,
-    EngineClosed,
-    EngineError,
-    IndexBusy,
-    InputError,
-    NoRoom,
-    NotFound,
-    Overloaded,
-    PromptTooLong,
-    RagspecError,
-    RankLost,
-    ReplicaLost,
-    RetrievalError,
-    SaveError,
-    StoreCorrupt,
-)
+from ragspec import errors
 from services.errors import ApiError, api_error, validation_error
 
-ERRORS = [each for _, each in inspect.getmembers(ragspec.errors, inspect.isclass) if issubclass(each, RagspecError)]
+ERRORS = [each for _, each in inspect.getmembers(errors, inspect.isclass) if issubclass(each, errors.RagspecError)]
 
 
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [
-        (PromptTooLong(900, 800, 100), 400, "context_length_exceeded"),
-        (InputError("n must be a number"), 400, None),
-        (NotFound("no such file"), 404, "not_found"),
-        (Overloaded("too many wait"), 429, "server_overloaded"),
-        (EngineClosed("closed"), 503, "unavailable"),
-        (ReplicaLost("node 7 at 10.0.0.7"), 503, "unavailable"),
-        (RankLost("rank 3"), 503, "unavailable"),
-        (RetrievalError("shard 2 at 10.0.0.7"), 503, "unavailable"),
-        (StoreCorrupt("/data/index/segment-3"), 503, "unavailable"),
-        (SaveError("/data/index: no space"), 507, "insufficient_storage"),
-        (NoRoom("there is room for 7 bytes more"), 507, "insufficient_storage"),
-        (IndexBusy("/data/index is being written"), 503, "unavailable"),
-        (EngineError("KeyError: 'what a user wrote'"), 500, "generation_failed"),
-        (ConfigError("/etc/ragspec.yaml"), 500, "internal_error"),
+        (errors.PromptTooLong(900, 800, 100), 400, "context_length_exceeded"),
+        (errors.InputError("n must be a number"), 400, None),
+        (errors.NotFound("no such file"), 404, "not_found"),
+        (errors.Overloaded("too many wait"), 429, "server_overloaded"),
+        (errors.EngineClosed("closed"), 503, "unavailable"),
+        (errors.ReplicaLost("node 7 at 10.0.0.7"), 503, "unavailable"),
+        (errors.RankLost("rank 3"), 503, "unavailable"),
+        (errors.RetrievalError("shard 2 at 10.0.0.7"), 503, "unavailable"),
+        (errors.StoreCorrupt("/data/index/segment-3"), 503, "unavailable"),
+        (errors.SaveError("/data/index: no space"), 507, "insufficient_storage"),
+        (errors.NoRoom("there is room for 7 bytes more"), 507, "insufficient_storage"),
+        (errors.IndexBusy("/data/index is being written"), 503, "unavailable"),
+        (errors.EngineError("KeyError: 'what a user wrote'"), 500, "generation_failed"),
+        (errors.ConfigError("/etc/ragspec.yaml"), 500, "internal_error"),
         (KeyError("what a user wrote"), 500, "internal_error"),
     ],
 )
@@ -54,7 +37,7 @@ def test_an_error_has_the_status_that_its_cause_calls_for(error: Exception, stat
     assert (told.status, told.code) == (status, code)
     if status in (429, 503):
         assert told.retry_after_s
-    if isinstance(error, NoRoom):
+    if isinstance(error, errors.NoRoom):
         assert told.message == "there is room for 7 bytes more", "nobody learns that a file has to go"
     elif status >= 500:
         assert not any(word in told.message for word in ("/data", "10.0.0.7", "wrote", "/etc", "KeyError"))
@@ -66,11 +49,11 @@ def test_an_error_has_the_status_that_its_cause_calls_for(error: Exception, stat
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-def test_no_error_of_the_library_is_unknown(kind: type[RagspecError]) -> None:
+def test_no_error_of_the_library_is_unknown(kind: type[errors.RagspecError]) -> None:
     """A new error of the tree is told as a defect of the server although it is the client's."""
-    error = kind(1, 2) if kind is PromptTooLong else kind("why")
+    error = kind(1, 2) if kind is errors.PromptTooLong else kind("why")
     status = api_error(error).status
-    assert (status < 500) is isinstance(error, InputError | Overloaded)
+    assert (status < 500) is isinstance(error, errors.InputError | errors.Overloaded)
 
 
 def test_bodies_are_openai_s_and_under_v2_languagetool_s() -> None:

@@ -170,7 +170,7 @@ def test_mixed_clients_meet_no_fault(here: Service) -> None:
     assert (found["errors_5xx"], found["hangs"], found["num_faults"]) == (0, 0, 0)
 
 
-def test_every_outcome_of_a_client_is_counted_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_outcome_of_a_client_is_counted_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hang, a client that went away and a server's error were one and the same."""
     monkeypatch.setattr("pipelines.benchmarks.users.clients.HANG_S", 0.01)
     clients = MixedClients({})
@@ -179,16 +179,11 @@ def test_every_outcome_of_a_client_is_counted_by_its_name(monkeypatch: pytest.Mo
         await asyncio.sleep(after_s)
         return status
 
-    async def meet() -> None:
-        await clients.meet(answer(200), 200, None)
-        await clients.meet(answer(503), 200, None)
-        await clients.meet(answer(429), 200, None)
-        await clients.meet(answer(0), 200, None)  # a stream without an end
-        await clients.meet(answer(404), 404, None)
-        await clients.meet(answer(200, 600.0), 200, 0.01)
-        await clients.meet(answer(200, 600.0), 200, None)
-
-    asyncio.run(meet())
+    for status in (200, 503, 429, 0):  # 0: a stream without an end
+        await clients.meet(answer(status), 200, None)
+    await clients.meet(answer(404), 404, None)
+    await clients.meet(answer(200, 600.0), 200, 0.01)
+    await clients.meet(answer(200, 600.0), 200, None)
     counts = {"requests": 7, "errors_5xx": 1, "num_faults": 2, "given_up": 1, "hangs": 1}
     assert +clients.counts == counts and len(clients.answered_s) == 1
 
@@ -196,15 +191,8 @@ def test_every_outcome_of_a_client_is_counted_by_its_name(monkeypatch: pytest.Mo
 def test_the_worst_row_decides_and_a_peer_that_did_not_run_has_no_figure() -> None:
     """A mean over mixes that hides the mix which speculation slows; a ratio to a program that never ran."""
     curve = [
-        {
-            "row": f"{mix} {users}",
-            "mix": mix,
-            "users": users,
-            "on_off": on_off,
-            "on_off_error": 0.02,
-            "on_tokens_per_s": 30.0,
-        }
-        | {"on_off_p95": on_off, "on_off_p95_error": 0.1, "num_pairs": 5}
+        {"row": f"{mix} {users}", "mix": mix, "users": users, "on_off": on_off, "on_off_error": 0.02}
+        | {"on_tokens_per_s": 30.0, "on_off_p95": on_off, "on_off_p95_error": 0.1, "num_pairs": 5}
         for mix, users, on_off in ((load.RAG, 8, 1.6), (load.RAG, 32, 1.3), (load.MIXED, 8, 1.0), (load.MIXED, 32, 0.9))
     ]
     first = [{"row": f"first token {n}", "gateway_ttft_ms": 1.0, "retrieval_ttft_ms": 2.0} for n in (1, 16)]

@@ -307,7 +307,7 @@ def test_what_one_stream_cannot_take_in_reaches_the_others() -> None:
     assert ("good", 2) in told
 
 
-def test_a_whole_answer_wakes_its_request_once() -> None:
+async def test_a_whole_answer_wakes_its_request_once() -> None:
     """Every step of every answer woke a coroutine that had nothing to do before the last one."""
     woken: list[int] = []
 
@@ -319,12 +319,9 @@ def test_a_whole_answer_wakes_its_request_once() -> None:
 
     engine: Any = Told([*[delta("x") for _ in range(9)], delta("y", FinishReason.STOP)], wait_s=0.005)
 
-    async def run() -> str:
-        async with Counting(engine, [request("a")], DeltaMailbox(), Metrics("told")) as run:
-            return (await run.completions())[0].text
-
-    assert asyncio.run(run()) == "x" * 9 + "y"
-    assert woken == [10]
+    async with Counting(engine, [request("a")], DeltaMailbox(), Metrics("told")) as run:
+        (completion,) = await run.completions()
+    assert completion.text == "x" * 9 + "y" and woken == [10]
 
 
 async def test_a_step_of_64_answers_wakes_their_loop_once() -> None:

@@ -27,10 +27,14 @@ LIGHT = {
     "properties": {"on": {"type": "boolean"}, "room": {"enum": ["hall", "kitchen"]}},
     "required": ["on"],
 }
-TOOLS: Any = [
-    {"type": "function", "function": {"name": "light", "description": "Switches.", "parameters": LIGHT}},
-    {"type": "function", "function": {"name": "stop"}},
-]
+
+
+def tool(name: str, **fields: Any) -> Any:
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
+TOOLS = [tool("light", description="Switches.", parameters=LIGHT), tool("stop")]
+NAMED = tool("light")
 SCHEMAS = {"light": LIGHT, "stop": {"type": "object", "maxProperties": 0}}
 QUESTION = [{"role": "user", "content": "Light in the kitchen, please."}]
 
@@ -85,9 +89,6 @@ def streamed(api: openai.OpenAI, **options: Any) -> tuple[str, str, list[tuple[s
     return choice.finish_reason, choice.message.content or "", calls
 
 
-NAMED = {"type": "function", "function": {"name": "light"}}
-
-
 @pytest.mark.parametrize(
     ("options", "least"),
     [
@@ -115,7 +116,7 @@ def test_calls_follow_their_schemas_whole_and_streamed(tools_api: openai.OpenAI,
 
 def test_a_history_with_calls_and_results_is_read(tools_api: openai.OpenAI) -> None:
     """The second request of every agent, which sends the call and its result back; with and without tools."""
-    call = {"id": "c1", "type": "function", "function": {"name": "light", "arguments": '{"on": true}'}, "index": 0}
+    call = tool("light", arguments='{"on": true}') | {"id": "c1", "index": 0}
     history = [*QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]
     history.append({"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "done"}]})
     whole(tools_api, messages=history, temperature=0.0, max_tokens=16)
@@ -132,24 +133,13 @@ def test_arguments_are_drafted_from_the_conversation(tool_service: Service, tool
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "'other'"),
+        ({"tool_choice": tool("other")}, "'other'"),
         ({"tools": [], "tool_choice": "required"}, "no tools"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "objekt"}}}]},
-            "cannot be followed",
-        ),
+        ({"tools": [tool("a b")]}, "tools.0.function.name"),
+        ({"tools": [tool("a", parameters={"type": "objekt"})]}, "cannot be followed"),
         ({"response_format": {"type": "json_object"}}, "response_format and tools"),
         ({"extra_body": {"retrieval": True}}, "retrieval and tools"),
-        (
-            {
-                "messages": [
-                    *QUESTION,
-                    {"role": "assistant", "tool_calls": [{"function": {"name": "light", "arguments": "{"}}]},
-                ]
-            },
-            "JSON",
-        ),
+        ({"messages": [*QUESTION, {"role": "assistant", "tool_calls": [tool("light", arguments="{")]}]}, "JSON"),
         ({"max_tokens": 1000}, "tokens"),
     ],
 )
@@ -171,14 +161,8 @@ def test_langchains_agents_get_their_calls(tool_service: Service) -> None:
     langchain = pytest.importorskip("langchain_openai", reason="the package langchain-openai is not installed")
     from langchain_core.messages import HumanMessage, ToolMessage
 
-    chat = langchain.ChatOpenAI(
-        model=MODEL,
-        base_url=f"{tool_service.url}/v1",
-        api_key=tool_service.keys.trusted,
-        max_tokens=300,
-        seed=3,
-        temperature=0,
-    )
+    access = {"base_url": f"{tool_service.url}/v1", "api_key": tool_service.keys.trusted}
+    chat = langchain.ChatOpenAI(model=MODEL, **access, max_tokens=300, seed=3, temperature=0)
     agent = chat.bind_tools(TOOLS, tool_choice="light")
     question = HumanMessage("Light in the kitchen, please.")
     answer = agent.invoke([question])
