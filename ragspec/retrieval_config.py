@@ -12,6 +12,10 @@ When = Literal["always", "auto", "never"]
 class ConfigSection(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
+    def over(self, defaults: Self) -> Self:
+        """These settings, with the defaults for those that were not given."""
+        return defaults.model_copy(update={name: getattr(self, name) for name in self.model_fields_set})
+
 
 class ChunkingConfig(ConfigSection):
     """Passages of whole sentences, overlapping by whole sentences."""

@@ -233,10 +233,8 @@ def clustered(name: str, config: ServiceConfig) -> Iterator[ServiceBackend]:
 def settled_config(deployed: PipelineConfig, given: ServiceConfig) -> ServiceConfig:
     """The deployment's configuration, with the service, chat, sampling, prompts and number of passages of `given`."""
     parts = {name: getattr(deployed, name) for name in PipelineConfig.model_fields if name != "chat"}
-    said = {name: getattr(given.generation, name) for name in given.generation.model_fields_set}
-    parts["generation"] = deployed.generation.model_copy(update=said)
-    words = {name: getattr(given.prompts, name) for name in given.prompts.model_fields_set}
-    parts["prompts"] = deployed.prompts.model_copy(update=words)
+    parts["generation"] = given.generation.over(deployed.generation)
+    parts["prompts"] = given.prompts.over(deployed.prompts)
     if "num_passages" in given.retriever.model_fields_set:
         update = {"num_passages": given.retriever.num_passages}
         parts["retriever"] = deployed.retriever.model_copy(update=update)

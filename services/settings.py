@@ -30,10 +30,6 @@ class KeyLimits(ConfigSection):
     tokens_per_minute: int | None = Field(None, ge=1)
     """Tokens of prompts and answers in a minute."""
 
-    def over(self, defaults: KeyLimits) -> KeyLimits:
-        """These limits, with the defaults for those that were not given."""
-        return defaults.model_copy(update={name: getattr(self, name) for name in self.model_fields_set})
-
 
 class Limits(ConfigSection):
     """Limits of any request; `services.limits` lists the fixed ones too."""
