@@ -79,21 +79,24 @@ def test_logprobs_have_the_old_shape(api: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "param"),
+    ("path", "options", "code", "param"),
     [
-        ({"max_tokens": 1020, "prompt": "The mill of the old"}, "context_length_exceeded", "prompt"),
-        ({"prompt": [1, 999_999]}, None, None),
-        ({"prompt": ""}, None, None),
-        ({"suffix": "end"}, "unsupported_parameter", "suffix"),
-        ({"model": "davinci"}, "model_not_found", "model"),
+        ("completions", {"max_tokens": 1020, "prompt": "The mill of the old"}, "context_length_exceeded", "prompt"),
+        ("completions", {"prompt": [1, 999_999]}, None, None),
+        ("completions", {"prompt": ""}, None, None),
+        ("completions", {"prompt": "a", "suffix": "end"}, "unsupported_parameter", "suffix"),
+        ("completions", {"prompt": "a", "model": "davinci"}, "model_not_found", "model"),
+        ("embeddings", {"input": ["x", " "]}, None, None),
+        ("embeddings", {"input": ["x", "word " * 300]}, "context_length_exceeded", "input.1"),
+        ("embeddings", {"input": "x", "dimensions": DIMENSION - 1}, None, "dimensions"),
     ],
 )
-def test_completions_are_refused_as_openai_does(
-    api: openai.OpenAI, options: dict[str, Any], code: str | None, param: str | None
+def test_what_cannot_be_is_refused_as_openai_does(
+    api: openai.OpenAI, path: str, options: dict[str, Any], code: str | None, param: str | None
 ) -> None:
-    """A prompt was cut in silence; a wrong request ended with 500."""
+    """A prompt or a text was cut in silence; a wrong request ended with 500."""
     with pytest.raises(openai.APIStatusError) as refused:
-        complete(api, **{"prompt": "a"} | options)
+        api.post(f"/{path}", body={"model": "tiny"} | options, cast_to=object)
     assert refused.value.status_code == (404 if code == "model_not_found" else 400)
     assert (refused.value.code, refused.value.param) == (code, param)
 
@@ -137,21 +140,6 @@ async def test_embeddings_that_nobody_waits_for_end_with_their_slice(
     waiting.cancel()
     await asyncio.sleep(0.2)
     assert sum(encoded) < 200
-
-
-@pytest.mark.parametrize(
-    ("options", "param"),
-    [
-        ({"input": ["x", " "]}, None),
-        ({"input": ["x", "word " * 300]}, "input.1"),
-        ({"input": "x", "dimensions": DIMENSION - 1}, "dimensions"),
-    ],
-)
-def test_embeddings_that_cannot_be_are_refused(api: openai.OpenAI, options: dict[str, Any], param: str | None) -> None:
-    """A text was cut in silence; tokens of another vocabulary were embedded."""
-    with pytest.raises(openai.BadRequestError) as refused:
-        api.embeddings.create(model="tiny", **options)
-    assert refused.value.param == param
 
 
 def test_models_are_listed_by_name(api: openai.OpenAI) -> None:
