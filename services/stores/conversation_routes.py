@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query
 
 from ragspec.core import Message
 from ragspec.errors import InputError, NotFound
-from ragspec.rag.chat.conversations import Feedback, QaPair, ShownPassages
+from ragspec.rag.chat.conversations import Conversation, Feedback, QaPair, ShownPassages
 from ragspec.rag.chat.history import split_messages
 from services.backend import ServiceBackend
 from services.openai.answer_fields import passages_of, support_of
@@ -20,28 +20,26 @@ from services.stores.schemas import Fields, Name, Tenant
 def add_conversations(router: APIRouter, backend: ServiceBackend) -> None:
     conversations = backend.conversations
 
+    def shape(conversation: Conversation) -> Fields:
+        return schemas.conversation_object(conversation, conversations.ttl_s)
+
     @router.post("/v1/conversations")
     def create(tenant: Tenant, body: schemas.NewConversation | None = None) -> Fields:
         body = body or schemas.NewConversation()
-        created = conversations.create(tenant, body.metadata or {}, _turns(body))
-        return schemas.conversation_object(created, conversations.ttl_s)
+        return shape(conversations.create(tenant, body.metadata or {}, _turns(body)))
 
     @router.get("/v1/conversations")
     def find_all(tenant: Tenant, query: Annotated[schemas.PageQuery, Query()]) -> Fields:
-        found, ttl_s = conversations.conversations(tenant), conversations.ttl_s
-        page = query.page(
-            found, lambda each: schemas.conversation_object(each, ttl_s), lambda each: (each.used_s, each.id)
-        )
-        return page | {"ttl_s": ttl_s}
+        page = query.page(conversations.conversations(tenant), shape, lambda each: (each.used_s, each.id))
+        return page | {"ttl_s": conversations.ttl_s}
 
     @router.get("/v1/conversations/{conversation}")
     def find(tenant: Tenant, conversation: Name) -> Fields:
-        return schemas.conversation_object(conversations.find(tenant, conversation), conversations.ttl_s)
+        return shape(conversations.find(tenant, conversation))
 
     @router.post("/v1/conversations/{conversation}")
     def change(tenant: Tenant, conversation: Name, body: schemas.ConversationChange) -> Fields:
-        changed = conversations.change(tenant, conversation, body.metadata)
-        return schemas.conversation_object(changed, conversations.ttl_s)
+        return shape(conversations.change(tenant, conversation, body.metadata))
 
     @router.delete("/v1/conversations/{conversation}")
     def delete(tenant: Tenant, conversation: Name) -> Fields:
@@ -54,7 +52,7 @@ def add_conversations(router: APIRouter, backend: ServiceBackend) -> None:
         shown = conversations.shown(tenant, conversation) if query.include else {}
         feedback = conversations.feedback(tenant, conversation) if query.include else {}
 
-        def shape(number: int) -> Fields:
+        def item_of(number: int) -> Fields:
             turn, is_answer = divmod(number, 2)
             item = schemas.conversation_item(conversation, number, turns[turn][is_answer])
             if not is_answer or not query.include:
@@ -62,7 +60,7 @@ def add_conversations(router: APIRouter, backend: ServiceBackend) -> None:
             sources = {"ragspec": _sources_of(backend, turns[turn], shown.get(turn, ShownPassages(())))}
             return item | sources | ({"feedback": feedback[turn]._asdict()} if turn in feedback else {})
 
-        return query.page(range(2 * len(turns)), shape, lambda number: (0.0, schemas.item_id(conversation, number)))
+        return query.page(range(2 * len(turns)), item_of, lambda number: (0.0, schemas.item_id(conversation, number)))
 
     @router.post("/v1/conversations/{conversation}/items/{item}/feedback")
     def rate(tenant: Tenant, conversation: Name, item: Name, body: schemas.FeedbackBody) -> Fields:
