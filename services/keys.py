@@ -82,8 +82,8 @@ def digest(key: str) -> str:
 class SingleKey:
     """One trusted key, made at the start of a service that only this machine reaches."""
 
-    def __init__(self, key: str = "") -> None:
-        self.key = key or new_key()
+    def __init__(self) -> None:
+        self.key = new_key()
         self._record = KeyRecord(id="local", sha256=digest(self.key), tenant="local", trusted=True)
 
     def caller(self, key: str) -> Caller | None:

@@ -17,7 +17,7 @@ from starlette.types import Send
 
 from services.app import build_app
 from services.errors import ApiError
-from services.keys import SingleKey
+from services.keys import KeyFile
 
 
 class Closing(StreamingResponse):
@@ -78,7 +78,7 @@ def probing(serving: Serving, **settings: float) -> Iterator[tuple[Service, Prob
     """A service with those routes behind the same guard."""
     probe = Probe()
     with serving(**HASTY | settings) as service:
-        app = build_app(service.backend, SingleKey(service.keys.trusted))
+        app = build_app(service.backend, KeyFile(service.keys.path))
         app.include_router(probe.routes())
         service.server.config.loaded_app = app
         yield service, probe
