@@ -134,8 +134,10 @@ class ServiceBackend(Closeable):
         return next((part.lost for part in parts if isinstance(part, Engine | Encoder) and part.lost), "")
 
     def close(self) -> None:
-        for close in self._closing:
-            close()
+        """Closes all parts, also where one of them fails."""
+        with ExitStack() as parts:
+            for close in reversed(self._closing):
+                parts.callback(close)
 
     def _watch_load(self) -> None:
         watch, limiter = self.metrics.watch, self.rate_limiter

@@ -21,12 +21,14 @@ from ragspec.cli.serve import run_serve
 from ragspec.config import load_config
 from ragspec.engine.engine import Engine
 from ragspec.errors import ConfigError
+from ragspec.rag.grammar.dictionaries import DictionaryStore
 from ragspec.rag.pipeline import Pipeline
 from services import embedded
 from services.backend import ServiceBackend
 from services.embedded import Server, listening
 from services.keys import add_key
 from services.settings import ServiceSettings
+from services.stores.library import Library
 
 MESSAGES = [{"role": "user", "content": "Who built the bridge?"}]
 LONG = {"model": MODEL, "messages": MESSAGES, "retrieval": False, "seed": 3}
@@ -125,6 +127,25 @@ def test_only_a_loop_that_never_ran_between_many_looks_hangs(monkeypatch: pytest
     with pytest.raises(SystemExit):
         server.watch_loop()
     assert not looks
+
+
+def test_a_part_that_cannot_be_closed_leaves_no_other_open(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's process lived on behind an error of the library, as did the databases."""
+    closed, close_library, close_words = list[str](), Library.close, DictionaryStore.close
+
+    def fail(library: Library) -> None:
+        close_library(library)
+        raise OSError("no space left")
+
+    def note(store: DictionaryStore) -> None:
+        close_words(store)
+        closed.append("words")
+
+    monkeypatch.setattr(Library, "close", fail)
+    monkeypatch.setattr(DictionaryStore, "close", note)
+    with pytest.raises(OSError, match="no space left"), serving():
+        pass
+    assert closed == ["words"]
 
 
 def test_a_service_for_others_needs_keys() -> None:
