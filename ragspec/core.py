@@ -380,10 +380,15 @@ def check_text(text: str, what: str) -> str:
 
     Raises: InputError for a non-string, an empty string, lone surrogates or NUL.
     """
+    if not check_characters(text, what).strip():
+        raise InputError(f"{what} is empty")
+    return text
+
+
+def check_characters(text: str, what: str) -> str:
+    """Refuse what no file holds. Raises: InputError for a non-string, lone surrogates or NUL."""
     if not isinstance(text, str):
         raise InputError(f"{what} must be a string, not {type(text).__name__}")
-    if not text.strip():
-        raise InputError(f"{what} is empty")
     if "\0" in text:
         raise InputError(f"{what} holds a NUL character")
     try:

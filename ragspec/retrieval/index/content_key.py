@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable
 
 from ragspec.config import IndexConfig
-from ragspec.core import Document
+from ragspec.core import Document, check_characters
 from ragspec.errors import InputError
 from ragspec.retrieval.encoder import EncoderIdentity
 from ragspec.retrieval.index.manifest import FORMER
@@ -98,15 +98,7 @@ def check_document(document: Document) -> Document:
     names = ("id", "text", "title", "source", "owner", "origin", "digest")
     headings = [("a heading", text) for each in document.headings for text in (each.text, each.anchor)]
     for name, value in [*((name, getattr(document, name)) for name in names), *headings]:
-        if not isinstance(value, str):
-            raise InputError(f"document {document.id!r}: {name} must be a string, not {type(value).__name__}")
-        if "\0" in value:
-            raise InputError(f"document {document.id!r}: {name} holds a NUL character")
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError as cause:
-            place = cause.start
-            raise InputError(f"document {document.id!r}: {name} holds a lone surrogate at character {place}") from cause
+        check_characters(value, f"document {document.id!r}: {name}")
     metadata_json(document)
     ends = [0, *(place for block in document.blocks for place in block[:2]), len(document.text)]
     if ends != sorted(ends):

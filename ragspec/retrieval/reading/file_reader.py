@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ragspec.core import Document, check_text
+from ragspec.core import Document, check_characters
 from ragspec.errors import InputError
 from ragspec.retrieval.reading.file_search import find_files
 from ragspec.retrieval.reading.formats import ReaderInput, format_of
@@ -31,8 +31,7 @@ def read_file(path: Path, name: str, unread: list[Unread] | None = None) -> Iter
     try:
         for document in _documents(path, name, [] if unread is None else unread):
             for field in (document.id, document.text, document.title, document.source, document.owner):
-                if field.strip():
-                    check_text(field, f"{path}: document {document.id!r}")
+                check_characters(field, f"{path}: document {document.id!r}")
             yield document
     except InputError as cause:
         if str(path) in str(cause):

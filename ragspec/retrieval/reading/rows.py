@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from ragspec.core import Block, BlockKind, Document, check_text
+from ragspec.core import Block, BlockKind, Document, check_characters
 from ragspec.errors import InputError
 from ragspec.retrieval.reading.parsed_file import Unread, encoding_name, encoding_of
 
@@ -71,8 +71,7 @@ def _json_document(row: dict[str, Any], default_id: str) -> Document:
         raise InputError("`metadata` must be an object")
     others = {key: value for key, value in row.items() if key not in _KEYS}
     for value in (fields["id"], row["text"]):
-        if value.strip():
-            check_text(value, "it")
+        check_characters(value, "it")
     return Document(text=row["text"], metadata={**others, **metadata}, **fields)
 
 
