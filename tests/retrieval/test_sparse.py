@@ -22,7 +22,6 @@ from ragspec.retrieval.search.bm25 import (
     PostingsBuilder,
     SparseQuery,
     TermStatistics,
-    merge_postings,
     sparse_query,
 )
 
@@ -111,7 +110,10 @@ def test_merging_writes_the_bytes_that_adding_the_kept_rows_writes(parts: list[R
         folder = Path(name)
         segments = [build(rows, folder / str(number)) for number, rows in enumerate(parts)]
         (folder / "merged").mkdir()
-        merge_postings(segments, [np.array(k, np.int64) for k in kept]).write(folder / "merged")
+        builder = PostingsBuilder()
+        for segment, k in zip(segments, kept, strict=True):
+            builder.add_postings(segment, np.array(k, np.int64))
+        builder.write(folder / "merged")
         build([rows[i] for rows, k in zip(parts, kept, strict=True) for i in k], folder / "rebuilt")
         assert written(folder / "merged") == written(folder / "rebuilt")
 
@@ -150,20 +152,19 @@ def test_a_term_may_occur_more_often_than_a_byte_counts(tmp_path: Path) -> None:
     rows = [["rain"] * n for n in (255, 256, 70_000)] + [["snow"]]
     found = search([build(rows, tmp_path / "whole")], [None], ["rain"])
     assert found == brute_force(rows, [True] * 4, ["rain"])
-    merged = tmp_path / "merged"
-    merged.mkdir()
-    merge_postings([Postings.open(tmp_path / "whole")], [np.array([0, 3])]).write(merged)
-    assert Postings.open(merged).counts.dtype == np.uint8
+    builder = PostingsBuilder()
+    builder.add_postings(Postings.open(tmp_path / "whole"), np.array([0, 3]))
+    builder.write(tmp_path)
+    assert Postings.open(tmp_path).counts.dtype == np.uint8
 
 
 def test_document_frequencies_count_readable_rows_only(tmp_path: Path) -> None:
     """A deleted or foreign passage that still counts tells a tenant about texts it may not read."""
     postings = build([["rain"], ["rain", "snow", "rain"], [], ["snow"]], tmp_path / "s")
-    terms = ["rain", "snow", "hail"]
-    assert postings.document_frequencies(terms).tolist() == [2, 2, 0]
+    assert postings.statistics(["rain", "snow", "hail"]).frequencies == {"rain": 2, "snow": 2, "hail": 0}
     readable = np.array([True, False, True, True])
-    assert postings.document_frequencies(terms, readable).tolist() == [1, 1, 0]
     assert postings.statistics(["snow", "rain", "rain"], readable) == TermStatistics(3, 2, {"rain": 1, "snow": 1})
+    assert postings.frequency("hail", readable) == 0
 
 
 def test_statistics_add_up_whatever_the_order() -> None:
@@ -192,7 +193,7 @@ def test_terms_are_found_among_many_whatever_their_script(tmp_path: Path) -> Non
     assert [term.encode() for term in postings.terms] == sorted(term.encode() for term in terms)
     for number, term in enumerate(terms):
         assert postings.rows[postings.postings(term)].tolist() == [number]
-        assert postings.document_frequencies([term + "x"]).tolist() == [0]
+        assert postings.frequency(term + "x") == 0
 
 
 @pytest.mark.parametrize("name", POSTING_FILES)

@@ -27,7 +27,7 @@ from ragspec.retrieval.index.embedding import EmbeddedDocument
 from ragspec.retrieval.index.index_directory import IndexDirectory
 from ragspec.retrieval.index.manifest import FileChecksum, Manifest, SegmentRecord, read_current
 from ragspec.retrieval.index.segment_files import npy_bytes
-from ragspec.retrieval.index.segment_writer import IndexSegmentWriter, merge_segments
+from ragspec.retrieval.index.segment_writer import IndexSegmentWriter
 from ragspec.retrieval.index.store import IndexSegment, LiveSegment, Store, check_encoder
 from ragspec.retrieval.search.analysis import RULES, Analyzer, rules_of
 from ragspec.retrieval.search.faiss_index import build_faiss_index
@@ -235,7 +235,9 @@ class GenerationBuilder:
         for group in _merge_groups(sources):
             writer = IndexSegmentWriter(self._directory.stage(), self._encoder.dimension)
             with contextlib.closing(writer):
-                merge_segments(group, writer)
+                for live in group:
+                    writer.append(live)
+                writer.finish()
             if writer.num_documents:
                 merged.append(self._place(writer))
         self.documents.replace(numbers, merged)

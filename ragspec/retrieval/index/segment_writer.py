@@ -22,7 +22,7 @@ from ragspec.retrieval.index.content_key import document_key, headings_json, met
 from ragspec.retrieval.index.manifest import DOCUMENTS, PASSAGES, VECTORS
 from ragspec.retrieval.index.segment_files import DOCUMENT_SCHEMA, PASSAGE_SCHEMA, npy_header
 from ragspec.retrieval.index.store import LiveSegment
-from ragspec.retrieval.search.bm25 import PostingsBuilder, merge_postings
+from ragspec.retrieval.search.bm25 import PostingsBuilder
 
 _ROWS_PER_BATCH = 65_536
 _BYTES_PER_BATCH = 64 * 2**20
@@ -114,36 +114,27 @@ class IndexSegmentWriter:
         self.num_documents += 1
         self.num_passages += len(passages)
 
-    def append(self, documents: pa.Table, passages: pa.Table, vector_blocks: Iterable[FloatArray]) -> None:
-        """Append rows of other segments. `passages` number documents as this segment does; `finish` gets the postings."""
-        self._documents.append_table(documents)
-        self._passages.append_table(passages)
-        for block in vector_blocks:
+    def append(self, live: LiveSegment) -> None:
+        """Append the live documents of another segment."""
+        segment, rows = live.segment, np.flatnonzero(live.live_rows())
+        new_numbers = np.cumsum(live.is_live) - 1 + self.num_documents  # by a document's number in its old segment
+        passages = segment.passages.filter(pa.array(live.live_rows()))
+        renumbered = pa.array(new_numbers[passages["document"].to_numpy()], pa.int64())
+        self._documents.append_table(segment.documents.filter(pa.array(live.is_live)))
+        self._passages.append_table(passages.set_column(0, "document", renumbered))
+        for start in range(0, len(rows), _VECTORS_PER_BLOCK):
+            block = segment.vectors[rows[start : start + _VECTORS_PER_BLOCK]]
             self._vectors.write(np.ascontiguousarray(block).data)
-        self.num_documents += len(documents)
-        self.num_passages += len(passages)
+        self._postings.add_postings(segment.postings, rows)
+        self.num_documents += int(live.is_live.sum())
+        self.num_passages += len(rows)
 
-    def finish(self, postings: PostingsBuilder | None = None) -> None:
-        """Complete the files; `postings` in place of the terms that were added."""
+    def finish(self) -> None:
+        """Complete the files."""
         self._vectors.seek(0)
         self._vectors.write(npy_header(self.num_passages, self._dimension))
         self._files.close()
-        (postings or self._postings).write(self.folder)
-
-
-def merge_segments(sources: Sequence[LiveSegment], writer: IndexSegmentWriter) -> None:
-    """Fill `writer` with the live documents of `sources`, in order, and finish it. Raises: OSError."""
-    kept = [np.flatnonzero(live.live_rows()) for live in sources]
-    for live, rows in zip(sources, kept, strict=True):
-        segment = live.segment
-        new_numbers = np.cumsum(live.is_live) - 1 + writer.num_documents  # by a document's number in its old segment
-        passages = segment.passages.filter(pa.array(live.live_rows()))
-        renumbered = pa.array(new_numbers[passages["document"].to_numpy()], pa.int64())
-        starts = range(0, len(rows), _VECTORS_PER_BLOCK)
-        blocks = (segment.vectors[rows[start : start + _VECTORS_PER_BLOCK]] for start in starts)
-        documents = segment.documents.filter(pa.array(live.is_live))
-        writer.append(documents, passages.set_column(0, "document", renumbered), blocks)
-    writer.finish(merge_postings([live.segment.postings for live in sources], kept))
+        self._postings.write(self.folder)
 
 
 def byte_spans(text: str, passages: Sequence[Passage]) -> Iterator[tuple[int, int]]:

@@ -133,23 +133,19 @@ class Postings:
             raise StoreCorrupt(_CHANGED)
         return found
 
-    def document_frequencies(self, terms: Sequence[str], readable: Mask | None = None) -> Ints:
-        """Readable rows that hold each term; None: all are readable. Shapes: readable [K] -> [len(terms)]."""
-        spans = [self.postings(term) for term in terms]
-        if readable is None:
-            return np.array([span.stop - span.start for span in spans], np.int64)
+    def frequency(self, term: str, readable: Mask | None = None) -> int:
+        """Readable rows that hold the term; None: all are readable. Shapes: readable [K]."""
+        rows = self.rows[self.postings(term)]
         try:
-            return np.array([np.count_nonzero(readable[self.rows[span]]) for span in spans], np.int64)
+            return len(rows) if readable is None else int(np.count_nonzero(readable[rows]))
         except IndexError as cause:
             raise StoreCorrupt(_CHANGED) from cause
 
     def statistics(self, terms: Sequence[str], readable: Mask | None = None) -> TermStatistics:
-        """This segment's part of the statistics of the distinct `terms`. Shapes: readable [K]."""
-        distinct = sorted(set(terms))
-        frequencies = self.document_frequencies(distinct, readable).tolist()
+        """This segment's part of the statistics of `terms`. Shapes: readable [K]."""
         num_rows = self.num_rows if readable is None else int(np.count_nonzero(readable))
         total_length = int(np.sum(self.lengths, dtype=np.int64, where=True if readable is None else readable))
-        return TermStatistics(num_rows, total_length, dict(zip(distinct, frequencies, strict=True)))
+        return TermStatistics(num_rows, total_length, {term: self.frequency(term, readable) for term in terms})
 
     def scores(self, query: SparseQuery, allowed: Mask | None = None) -> tuple[Ints, NDArray[np.float64]]:
         """The allowed rows that hold a term of the query, ascending, and their scores, all greater than 0.
@@ -282,7 +278,10 @@ class PostingsBuilder:
             self._sort_block()
 
     def add_postings(self, postings: Postings, kept_rows: Ints) -> None:
-        """Append the rows `kept_rows`, strictly ascending, of a segment as the next rows; nothing is analysed again."""
+        """Append the rows `kept_rows` of a segment as the next rows, as if their texts had been added anew.
+
+        Shapes: kept_rows [<= K of the segment] int64, strictly ascending.
+        """
         assert len(kept_rows) == 0 or (kept_rows[0] >= 0 and np.all(np.diff(kept_rows) > 0)), "rows must ascend"
         self._sort_block()
         new_rows = np.full(postings.num_rows, -1, np.int32)
@@ -323,17 +322,6 @@ class PostingsBuilder:
             lengths = np.frombuffer(self._lengths, np.int32)[first:].copy()
             self._lists.append(_counted(np.frombuffer(self._block, np.int32), lengths, first))
             self._block = array("i")
-
-
-def merge_postings(postings: Sequence[Postings], kept_rows: Sequence[Ints]) -> PostingsBuilder:
-    """The kept rows of several segments, one segment after the other, as if their texts had been added anew.
-
-    Shapes: kept_rows[i] [<= K of segment i] int64, strictly ascending.
-    """
-    builder = PostingsBuilder()
-    for source, kept in zip(postings, kept_rows, strict=True):
-        builder.add_postings(source, kept)
-    return builder
 
 
 class _Lists(NamedTuple):

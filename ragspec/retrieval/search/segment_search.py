@@ -173,7 +173,7 @@ class SegmentSearcher:
         return ScoredRows(scored.rows[kept], scored.scores[kept])
 
     def _frequency_of(self, term: str, tenant: str) -> int:
-        return int(self._segment.postings.document_frequencies([term], self._allowed(SearchScope(tenant)))[0])
+        return self._segment.postings.frequency(term, self._allowed(SearchScope(tenant)))
 
     def _size_of(self, tenant: str) -> TermStatistics:
         return self._segment.postings.statistics([], self._allowed(SearchScope(tenant)))
