@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ragspec.core import Block, Passage, blocks_in
 
@@ -42,13 +42,14 @@ class JoinedPassage(Passage):
         return part(self, self.text[start:end], self.hit_start, self.hit_end, blocks_in(self.blocks, start, end))
 
 
-_FIELDS = tuple(field.name for field in fields(Passage))
+def fields_of(passage: Passage) -> dict[str, Any]:
+    """The fields that every passage has, by name."""
+    return {field.name: getattr(passage, field.name) for field in fields(Passage)}
 
 
 def part(passage: Passage, text: str, start: int, end: int, blocks: tuple[Block, ...]) -> Passage:
     """A plain passage at another place of the same document, with the names of `passage`."""
-    names = {name: getattr(passage, name) for name in _FIELDS}
-    return Passage(**names | {"text": text, "start": start, "end": end, "blocks": blocks})
+    return Passage(**fields_of(passage) | {"text": text, "start": start, "end": end, "blocks": blocks})
 
 
 class _Region(NamedTuple):
@@ -81,7 +82,7 @@ class _Region(NamedTuple):
         shown = part(hit, self.text(self.start, self.end), self.start, self.end, blocks)
         if (self.start, self.end) == (hit.start, hit.end):
             return shown
-        return JoinedPassage(**{name: getattr(shown, name) for name in _FIELDS}, hit_start=hit.start, hit_end=hit.end)
+        return JoinedPassage(**fields_of(shown), hit_start=hit.start, hit_end=hit.end)
 
     def text(self, start: int, end: int) -> str:
         return self.known[start - self.known_start : end - self.known_start]

@@ -30,6 +30,7 @@ fields = st.one_of(
     st.lists(st.one_of(scalars, st.none(), st.lists(scalars, max_size=1)), max_size=3),
     st.dictionaries(st.sampled_from("xy"), scalars, max_size=1),
 )
+COLUMNS = ["id", "title", "source", "metadata"]
 KEYS = ["x", "y", "z", "document.id", "document.title", "document.source"]
 documents = st.lists(
     st.tuples(
@@ -96,7 +97,7 @@ def holds(asked: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
 
 def columns(rows: list[tuple[str, str, Json]]) -> DocumentColumns:
     texts = [row[0] for row in rows], [row[1] for row in rows], ["s"] * len(rows), [json.dumps(row[2]) for row in rows]
-    return DocumentColumns(*(pa.chunked_array([column], pa.string()) for column in texts))
+    return DocumentColumns(pa.table([pa.array(column, pa.string()) for column in texts], COLUMNS))
 
 
 def year(value: Any, kind: str = "eq") -> Json:
@@ -150,8 +151,7 @@ def test_columns_of_many_values_are_small_and_ordered() -> None:
     rows = [
         json.dumps({"key": f"customer-{number:05d}", "year": math.nan if number else 1.0}) for number in range(20_000)
     ]
-    texts = pa.chunked_array([rows])
-    found = DocumentColumns(texts, texts, texts, texts)
+    found = DocumentColumns(pa.table([rows] * 4, COLUMNS))
     tracemalloc.start()
     mask = found.matches(parse_filter({"type": "gte", "key": "key", "value": "customer-12345"}))
     held_bytes, _ = tracemalloc.get_traced_memory()
@@ -170,16 +170,12 @@ def test_dates_as_iso_strings_compare_as_dates() -> None:
 def test_arrow_columns_give_the_same_masks() -> None:
     """An index hands over chunked arrow arrays; codes of one chunk are not those of the next."""
     ids, meta = ["d1", "d2", "d1"], ['{"year": 1}', "{}", '{"year": 2}']
-    chunked = DocumentColumns(
-        pa.chunked_array([pa.array(ids[:1]), pa.array(ids[1:])]),
-        pa.chunked_array([pa.array(["t"] * 3)]),
-        pa.chunked_array([pa.array(["s"] * 3)]),
-        pa.chunked_array([pa.array(meta[:2]), pa.array(meta[2:])]),
-    )
+    columns = ([ids[:1], ids[1:]], [["t"] * 3], [["s"] * 3], [meta[:2], meta[2:]])
+    chunked = DocumentColumns(pa.table([pa.chunked_array(column) for column in columns], COLUMNS))
     of_d1 = parse_filter({"type": "eq", "key": "document.id", "value": "d1"})
     assert chunked.matches(of_d1).tolist() == [True, False, True]
     assert chunked.matches(parse_filter(year(2))).tolist() == [False, False, True]
-    empty = DocumentColumns(*[pa.chunked_array([], pa.string())] * 4)
+    empty = DocumentColumns(pa.table([pa.chunked_array([], pa.string())] * 4, COLUMNS))
     for key in ("year", "document.id"):
         assert empty.matches(parse_filter({"type": "ne", "key": key, "value": "x"})).shape == (0,)
 

@@ -8,7 +8,6 @@ A store is one generation and never changes. `refreshed` opens the current gener
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from ragspec.core import Block, Document, Heading, Passage, blocks_in, blocks_of
 from ragspec.errors import EncoderMismatch, StoreCorrupt
 from ragspec.retrieval.chunking import embedded_text
 from ragspec.retrieval.encoder import EncoderIdentity, FloatArray
-from ragspec.retrieval.expansion import WidePassage
+from ragspec.retrieval.expansion import WidePassage, fields_of
 from ragspec.retrieval.index.content_key import document_key, text_key
 from ragspec.retrieval.index.manifest import (
     DENSE,
@@ -116,9 +115,7 @@ class IndexSegment:
     @cached_property
     def columns(self) -> DocumentColumns:
         """The columns that filters read."""
-        table = self.documents
-        with unchanged(self.folder):
-            return DocumentColumns(table["id"], table["title"], table["source"], table["metadata"])
+        return DocumentColumns(self.documents)
 
     @cached_property
     def owners(self) -> tuple[NDArray[np.int64], list[str]]:
@@ -165,16 +162,13 @@ class IndexSegment:
     def _widened(self, passage: Passage, row: int, num_neighbours: int) -> WidePassage:
         number, reach = int(self.document_of[row]), num_neighbours + 1
         own = self.rows_of(number)
-        around = self.spans[max(own.start, row - reach) : min(own.stop, row + reach + 1)]
+        rows = range(max(own.start, row - reach), min(own.stop, row + reach + 1))
+        around = self.spans[rows]
         text = self._slice(number, int(around[0, 4]), int(around[:, 5].max()))
-        fields = {field.name: getattr(passage, field.name) for field in dataclasses.fields(passage)}
         spans = tuple((start, end) for start, end in around[:, 2:4].tolist())
-        first = max(own.start, row - reach)
-        blocks = {
-            each for near in range(first, first + len(spans)) for each in _blocks(self.passages["blocks"][near].as_py())
-        }
+        blocks = {each for near in rows for each in _blocks(self.passages["blocks"][near].as_py())}
         return WidePassage(
-            **fields,
+            **fields_of(passage),
             around=text,
             around_start=spans[0][0],
             spans=spans,
@@ -233,8 +227,9 @@ def check_segment(segment: IndexSegment) -> None:
 def _check_vectors(segment: IndexSegment) -> None:
     for first in range(0, segment.record.num_passages, _ROWS_PER_CHECK):
         norms = np.linalg.norm(segment.vectors[first : first + _ROWS_PER_CHECK], axis=1)
-        if not np.all(np.abs(norms - 1.0) < _MAX_NORM_ERROR):
-            row = first + int(np.argmax(~(np.abs(norms - 1.0) < _MAX_NORM_ERROR)))
+        is_unit = np.abs(norms - 1.0) < _MAX_NORM_ERROR
+        if not is_unit.all():
+            row = first + int(np.argmin(is_unit))
             raise StoreCorrupt(f"{segment.folder}: the vector of passage {segment.passage(row).id} has not length 1")
 
 

@@ -213,20 +213,20 @@ def _is_finite(value: float) -> bool:
         return False
 
 
+_TEXTS = {f"document.{name}": name for name in ("id", "title", "source")}
+"""Columns of the documents' table, by the keys of filters."""
+
+
 class DocumentColumns:
     """The documents of one segment as columns. Safe to call from several threads.
 
     Columns are built on first use; a comparison looks up its rows; recent masks are cached.
     """
 
-    def __init__(
-        self, ids: pa.ChunkedArray, titles: pa.ChunkedArray, sources: pa.ChunkedArray, metadata_json: pa.ChunkedArray
-    ) -> None:
-        """Texts, one per document."""
-        self._num_documents = len(ids)
-        self._texts = {"document.id": ids, "document.title": titles, "document.source": sources}
-        self._metadata_json = metadata_json
-        self._read: dict[str, Columns] = {}  # by key of a text; those of the metadata by ""
+    def __init__(self, documents: pa.Table) -> None:
+        """`documents`: with the columns id, title, source and metadata (JSON)."""
+        self._documents = documents
+        self._read: dict[str, Columns] = {}  # by the name of a text; those of the metadata by ""
         self._mask = lru_cache(_MASKS_KEPT)(self._mask_of)
         self._lock = threading.Lock()
 
@@ -245,7 +245,7 @@ class DocumentColumns:
         if isinstance(filter, CompoundFilter):
             combine = np.logical_and if filter.type == "and" else np.logical_or
             return functools.reduce(combine, map(self._evaluate, filter.filters))
-        columns, mask = self._columns(filter.key), np.zeros(self._num_documents, np.bool_)
+        columns, mask = self._columns(filter.key), np.zeros(len(self._documents), np.bool_)
         for value in filter.values:
             for in_list in (False,) if filter.type in _ORDERINGS else (False, True):
                 if column := columns.get((filter.key, KINDS[type(value)], in_list)):
@@ -253,10 +253,10 @@ class DocumentColumns:
         return ~mask if filter.type in ("ne", "nin") else mask
 
     def _columns(self, key: str) -> Columns:
-        name = key if key in self._texts else ""
+        name = _TEXTS.get(key, "")
         with self._lock:
             if name not in self._read:
-                batches = _batches(self._texts.get(key, self._metadata_json))
+                batches = _batches(self._documents[name or "metadata"])
                 parsed = (json.loads(f"[{','.join(texts)}]") for texts in batches)
                 fields = ({key: text} for texts in batches for text in texts) if name else chain.from_iterable(parsed)
                 self._read[name] = columns_of(fields)
