@@ -215,21 +215,17 @@ def reciprocal_rank_fusion(rankings: Sequence[Sequence[SearchHit]], depth: int) 
 
     Source: Cormack, Clarke and Büttcher, Reciprocal Rank Fusion outperforms Condorcet (SIGIR 2009).
     """
-    scores: dict[tuple[str, int], float] = {}
-    places: dict[tuple[str, int], SearchHit] = {}
+    first, deeper = dict[PassageKey, float](), dict[PassageKey, float]()
+    places = dict[PassageKey, SearchHit]()
     for ranking in rankings:
-        for rank, hit in enumerate(ranking[:depth], 1):
-            passage = hit.passage
-            scores[passage] = scores.get(passage, 0.0) + 1.0 / (RANK_OFFSET + rank)
+        for rank, hit in enumerate(ranking, 1):
+            passage, share = hit.passage, 1.0 / (RANK_OFFSET + rank)
             places[passage] = hit
-    deeper: dict[tuple[str, int], float] = {}
-    for ranking in rankings:
-        for rank, hit in enumerate(ranking[depth:], depth + 1):
-            if hit.passage not in scores:
-                deeper[hit.passage] = max(deeper.get(hit.passage, 0.0), 1.0 / (RANK_OFFSET + rank))
-                places[hit.passage] = hit
-    scores |= deeper
-    return sorted(SearchHit(-score, *places[passage][1:]) for passage, score in scores.items())
+            if rank <= depth:
+                first[passage] = first.get(passage, 0.0) + share
+            else:
+                deeper[passage] = max(deeper.get(passage, 0.0), share)
+    return sorted(SearchHit(-score, *places[passage][1:]) for passage, score in (deeper | first).items())
 
 
 def encode_queries(texts: Sequence[str], mode: RetrievalMode, encoder: TextEncoder, terms: TermFunction) -> list[Query]:
@@ -240,11 +236,10 @@ def encode_queries(texts: Sequence[str], mode: RetrievalMode, encoder: TextEncod
     for text in texts:
         check_text(text, "the question")
     words = [() if mode == "dense" else terms(text) for text in texts]
-    if mode == "sparse" or not texts:
-        return [Query(text, None, own) for text, own in zip(texts, words, strict=True)]
-    vectors = encoder.encode(texts, "query")  # [B, E]
+    has_vectors = mode != "sparse" and bool(texts)
+    vectors = [*encoder.encode(texts, "query")] if has_vectors else [None for _ in texts]  # [B, E]
     for text, vector in zip(texts, vectors, strict=True):
-        if not np.isfinite(vector).all():
+        if vector is not None and not np.isfinite(vector).all():
             raise InputError(f"the encoder {encoder.identity.id} gave a vector that is not finite for {text[:80]!r}")
     return [Query(*each) for each in zip(texts, vectors, words, strict=True)]
 
