@@ -88,11 +88,15 @@ _Form: TypeAlias = tuple[bool, str, int | None]
 
 
 class _Line(NamedTuple):
-    """`size`: of most of its letters, in points."""
+    """A line, or a paragraph or title of `num_lines` lines that begins on `page`.
+
+    `size`: of most of its letters, in points; 0.0 for a paragraph.
+    """
 
     text: str
     size: float
     page: int
+    num_lines: int = 1
 
 
 class _PlacedLine(NamedTuple):
@@ -107,15 +111,6 @@ class _PlacedLine(NamedTuple):
     y: float
     turn: float
     last: int
-
-
-class _Block(NamedTuple):
-    """A paragraph or a title. `size`: of a title's letters; 0.0 for a paragraph. `page`: where it begins."""
-
-    text: str
-    page: int
-    size: float = 0.0
-    num_lines: int = 1
 
 
 def read_pdf(path: Path) -> ParsedFile:
@@ -393,10 +388,10 @@ def _edges(page: Sequence[_Line]) -> list[tuple[_Line, set[_Form]]]:
     return found
 
 
-def _blocks(pages: Sequence[Sequence[_Line]], least_title: float) -> list[_Block]:
+def _blocks(pages: Sequence[Sequence[_Line]], least_title: float) -> list[_Line]:
     """Paragraphs and titles. A sentence may go on on the next page."""
     hyphenated = _hyphenated_words(line.text for page in pages for line in page)
-    found, before = list[_Block](), None  # the line above; None if the paragraph has ended
+    found, before = list[_Line](), None  # the line above; None if the paragraph has ended
     for page in pages:
         lengths = sorted(len(line.text) for line in page if line.text)
         long_chars = lengths[len(lengths) * 4 // 5] if lengths else 0
@@ -409,12 +404,12 @@ def _blocks(pages: Sequence[Sequence[_Line]], least_title: float) -> list[_Block
                 text = _joined(found[-1].text, line.text, hyphenated)
                 found[-1] = found[-1]._replace(text=text, num_lines=found[-1].num_lines + 1)
             else:
-                found.append(_Block(line.text, line.page, title_size))
+                found.append(line._replace(size=title_size))
             before = line
     return [block if _is_short(block) else block._replace(size=0.0) for block in found]
 
 
-def _is_short(block: _Block) -> bool:
+def _is_short(block: _Line) -> bool:
     return len(block.text) <= _TITLE_CHARS and block.num_lines <= _TITLE_LINES
 
 
