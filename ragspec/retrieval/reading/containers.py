@@ -3,7 +3,6 @@
 >>> read_notebook("...").blocks
 """
 
-import codecs
 import datetime
 import email
 import email.policy
@@ -21,7 +20,7 @@ from lxml import etree
 from ragspec.core import BlockKind
 from ragspec.errors import InputError
 from ragspec.retrieval.reading.html import parse_html
-from ragspec.retrieval.reading.inline import formula_text, scripted
+from ragspec.retrieval.reading.inline import WORD_FORMULA, formula_text, scripted
 from ragspec.retrieval.reading.markup import read_markdown, read_plain
 from ragspec.retrieval.reading.office import ListCounter, ListLevel
 from ragspec.retrieval.reading.parsed_file import (
@@ -33,6 +32,8 @@ from ragspec.retrieval.reading.parsed_file import (
     Unread,
     check_archive,
     check_size,
+    decoded,
+    python_encoding,
 )
 
 _EMPTY_FORMULA = re.compile(rb"</f>\s*(?:<v\s*/>|<v>\s*</v>)?\s*</c>")
@@ -42,7 +43,6 @@ _NUMBER_FORMAT = re.compile(
 )
 """The positive part of a number format: signs, digits, decimals, per cent, signs. Any other shows the value as it is stored."""
 
-_FORMULA = "{http://schemas.openxmlformats.org/officeDocument/2006/math}oMath"
 _SLIDE_LISTS = {"alphaLc": "lowerLetter", "alphaUc": "upperLetter", "romanLc": "lowerRoman", "romanUc": "upperRoman"}
 _TERMINAL_CODE = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
 _MAX_CELLS = 5_000_000
@@ -105,13 +105,9 @@ def _decoded(part: Any) -> str:
 
     Why windows-1252 for ISO-8859-1: as browsers do, because mail programs name the one and write the other.
     """
-    raw: bytes = part.get_payload(decode=True) or b""
-    for encoding in (part.get_content_charset("utf-8-sig"), "utf-8-sig"):
-        try:
-            return raw.decode(WINDOWS if codecs.lookup(encoding).name == "iso8859-1" else encoding)
-        except (UnicodeDecodeError, LookupError):
-            continue
-    return raw.decode(WINDOWS, "replace")
+    named = python_encoding(part.get_content_charset(""))
+    encodings = (WINDOWS if named == "iso8859-1" else named, "utf-8-sig")
+    return decoded(part.get_payload(decode=True) or b"", encodings)
 
 
 def read_notebook(text: str) -> ParsedFile:
@@ -242,7 +238,7 @@ def _slide_text(paragraph: Any) -> str:
     for element in paragraph._p:
         if element.tag.endswith("}br"):
             found += "\n"
-        elif formulas := list(element.iter(_FORMULA)):
+        elif formulas := list(element.iter(WORD_FORMULA)):
             found += "".join(map(formula_text, formulas))
         else:
             properties = {} if (each := element.find("{*}rPr")) is None else each.attrib

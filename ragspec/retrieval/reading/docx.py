@@ -15,13 +15,12 @@ from docx.oxml.ns import nsmap, qn
 from docx.styles.style import BaseStyle, ParagraphStyle
 from lxml import etree
 
-from ragspec.retrieval.reading.inline import formula_text
+from ragspec.retrieval.reading.inline import WORD_FORMULA, formula_text
 from ragspec.retrieval.reading.office import ListCounter, ListLevel, OfficeReader
 from ragspec.retrieval.reading.parsed_file import REPEATED_CHARS, Cell, ParsedFile, Table, check_archive, silence_logger
 
 _PARAGRAPH, _TABLE, _RUN, _TEXT, _BOX = map(qn, ("w:p", "w:tbl", "w:r", "w:t", "w:txbxContent"))
 _SYMBOL, _RUBY, _FIELD = map(qn, ("w:sym", "w:ruby", "w:fldChar"))
-_FORMULA = "{http://schemas.openxmlformats.org/officeDocument/2006/math}oMath"
 _LEFT_OUT = {"{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback"}
 _LEFT_OUT |= {qn(f"w:{name}") for name in "del moveFrom rPr pPr instrText delText delInstrText tblPr sdtPr".split()}
 """Elements without text of the document. Why the fallback: Word writes a box twice, once for older programs."""
@@ -125,7 +124,7 @@ class _WordReader(OfficeReader):
                 yield self._field(element), ""
             elif tag == _BOX:
                 self.boxes.append(element)
-            elif tag == _FORMULA:
+            elif tag == WORD_FORMULA:
                 yield formula_text(element), ""
             elif tag == _RUN:
                 if not _find(element, _UNSEEN):

@@ -7,7 +7,6 @@ Why no tree: libxml2 builds trees of 2,048 levels at most, and drops the text be
 
 from __future__ import annotations
 
-import codecs
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -26,8 +25,10 @@ from ragspec.retrieval.reading.parsed_file import (
     Table,
     TextBuilder,
     check_size,
+    decoded,
     encoding_mark,
     one_line,
+    python_encoding,
 )
 
 _HEADINGS = {f"h{level}": level for level in range(1, 7)}
@@ -215,25 +216,12 @@ def _decoded(raw: bytes) -> str:
     """Decodes by the byte order mark, the declared encoding or UTF-8, the first that fits; else by windows-1252."""
     declared = _DECLARED.search(raw[:_HEAD_BYTES])
     name = (declared[1] or declared[2]).decode("ascii", "replace") if declared else ""
-    for encoding in filter(None, (encoding_mark(raw), _python_encoding(name), "utf-8")):
-        try:
-            markup = raw.decode(encoding)
-            break
-        except (UnicodeDecodeError, LookupError):
-            continue
-    else:
-        markup = raw.decode(WINDOWS, "replace")
+    declared_encoding = python_encoding(name)
+    read_as = _READ_AS.get(declared_encoding, declared_encoding)
+    markup = decoded(raw, (encoding_mark(raw), read_as, "utf-8"))
     if "xhtml" in markup[:_HEAD_BYTES] or markup.startswith("<?xml"):
         markup = _EMPTY_ELEMENT.sub(_with_end_tag, markup)
     return markup
-
-
-def _python_encoding(name: str) -> str:
-    try:
-        found = codecs.lookup(name)
-    except LookupError:
-        return ""
-    return _READ_AS.get(found.name, found.name)
 
 
 def _with_end_tag(element: re.Match[str]) -> str:

@@ -23,6 +23,9 @@ _NOTE = re.compile(r"\d{1,3}(?:\s*[,;]\s*\d{1,3})*|[a-z]")
 _NOTED = re.compile(r"[^\W\d_]{4,}\Z|[.,;:!?”’\"»]\Z")
 """Text before a footnote mark: a word that is longer than a unit or the name of a function, or the end of a sentence."""
 
+WORD_FORMULA = "{http://schemas.openxmlformats.org/officeDocument/2006/math}oMath"
+"""The tag of a formula in files of Microsoft Office."""
+
 _LENGTH = re.compile(r"(?:met(?:er|re)|feet|foot|inch|mile|yard|second)(?:s|es)?\Z", re.IGNORECASE)
 _MAX_SCRIPT_CHARS = 12
 _ROMAN_VALUES = (1000, 900, 500, 400, 100, 90, 50, 40, 10, 9, 5, 4, 1)

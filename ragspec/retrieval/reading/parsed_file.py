@@ -14,8 +14,8 @@ import re
 import unicodedata
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any, NamedTuple
@@ -284,6 +284,22 @@ def encoding_of(path: Path) -> str:
 def encoding_mark(raw: bytes) -> str:
     """The encoding that a byte order mark names, or empty."""
     return next((encoding for mark, encoding in _MARKS if raw.startswith(mark)), "")
+
+
+def python_encoding(name: str) -> str:
+    """Python's name of an encoding; empty for an unknown one."""
+    try:
+        return codecs.lookup(name).name
+    except LookupError:
+        return ""
+
+
+def decoded(raw: bytes, encodings: Iterable[str]) -> str:
+    """The text by the first of these encodings that fits, or else by windows-1252. An empty name is passed over."""
+    for encoding in filter(None, encodings):
+        with suppress(UnicodeDecodeError, LookupError):
+            return raw.decode(encoding)
+    return raw.decode(WINDOWS, "replace")
 
 
 def _is_windows_text(raw: bytes) -> bool:
