@@ -332,10 +332,9 @@ def fingerprint(model: Any, max_tokens: int) -> str:
         "pooling": [str(getattr(module, "pooling_mode", "")) for module in model],
         "vocabulary": sorted(model.tokenizer.get_vocab().items()),
     }
+    # Why only here: it changes the vectors of an index only if documents have a prefix
     if model.prompts.get("document") and not _pools_prompts(model):
-        settings["include_prompt"] = (
-            False  # Why only here: it changes the vectors of an index only if documents have a prefix
-        )
+        settings["include_prompt"] = False
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)}".encode())

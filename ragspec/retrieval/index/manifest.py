@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from ragspec.config import IndexConfig
 from ragspec.errors import StoreCorrupt
@@ -164,5 +164,5 @@ def _parsed(raw: bytes, path: Path) -> Manifest:
         if found not in (SCHEMA, FORMER):
             raise StoreCorrupt.of_schema(path, found, SCHEMA)
         return Manifest.model_validate(fields)
-    except (ValueError, ValidationError, RecursionError) as cause:
+    except (ValueError, RecursionError) as cause:
         raise StoreCorrupt(f"{path} is not a manifest: {str(cause).splitlines()[0]}") from cause

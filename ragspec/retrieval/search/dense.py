@@ -104,9 +104,8 @@ class RoundedRows(NamedTuple):
             steps = np.max(np.abs(wide), axis=1) / np.float32(most)
             steps[steps == 0] = 1.0
             rounded = np.rint(wide / steps[:, None]).astype(np.int16)
-            lost = (
-                1.01 * self.longest * np.linalg.norm(wide - rounded * steps[:, None], axis=1)
-            )  # by Cauchy and Schwarz
+            # by Cauchy and Schwarz
+            lost = 1.01 * self.longest * np.linalg.norm(wide - rounded * steps[:, None], axis=1)
         _bound_scores(self.numbers, self.scales, self.errors, rounded, steps, lost.astype(np.float32), bounds)
         if allowed is not None:
             bounds[:, ~allowed[self.first : self.first + len(self.numbers)]] = -np.inf

@@ -222,9 +222,8 @@ class Relevance:
         each = [begin + start for begin, text in zip(begins, texts, strict=False) for start in text.starts]
         starts = np.array(each, np.int64)  # [sentences]
         place = np.arange(len(own)) - np.repeat(starts, np.diff(starts, append=len(own)))  # in its sentence
-        first, begun, whole = (
-            np.bitwise_or.reduceat(np.where(place < n, own, 0), starts) for n in (*_FIRST_TERMS, len(own))
-        )  # [sentences]
+        parts = [np.where(place < n, own, 0) for n in (*_FIRST_TERMS, len(own))]
+        first, begun, whole = (np.bitwise_or.reduceat(part, starts) for part in parts)  # [sentences]
         over = np.repeat(np.array(above, np.uint64), num_sentences)
         covered = query.covered(np.stack([whole, over | first, over | begun, over | whole]))  # [4, sentences]
         first_of_text = np.array([*accumulate(num_sentences[:-1], initial=0)], np.int64)
