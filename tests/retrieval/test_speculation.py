@@ -1,6 +1,7 @@
 """Guesses are what the index would say, as far as the cache can know; lookups are shared and nobody else's."""
 
 import random
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,8 +98,8 @@ def test_the_oldest_passages_are_forgotten(store: Store, monkeypatch: pytest.Mon
 
 def test_lookups_of_several_requests_are_each_its_own(store: Store) -> None:
     """Passages of one request came to another, or a tenant's to somebody else, when lookups were shared."""
-    index, lookups = retriever(store, "hybrid"), SearchBatcher(max_queries=8)
-    try:
+    index = retriever(store, "hybrid")
+    with closing(SearchBatcher(max_queries=8)) as lookups:
         queries = lookups.encode(index, QUERIES[:24]).result(30)
         assert [query.text for query in queries] == QUERIES[:24]
         scopes = [SearchScope(), SearchScope(tenant="ann")]
@@ -109,23 +110,17 @@ def test_lookups_of_several_requests_are_each_its_own(store: Store) -> None:
             assert lookup.passages == alone.passages
             if i % 2 == 0:
                 assert all(not key[0] >= "d40" for key in lookup.candidates)
-    finally:
-        lookups.close()
 
 
 def test_what_one_knows_is_still_brought_to_another(store: Store) -> None:
     """A shared lookup left out what only some of its requests know: the others could never guess it."""
-    index, lookups = retriever(store, "dense"), SearchBatcher(max_queries=8)
-    try:
+    index = retriever(store, "dense")
+    with closing(SearchBatcher(max_queries=8)) as lookups:
         (query,) = index.encode(["river mill"])
         everything = index.search([query], 1, prefetch_k=3).candidates
-        futures = [
-            lookups.search(index, Lookup([query], 1, SearchScope(), 3, known))
-            for known in (frozenset(everything), frozenset())
-        ]
-        assert futures[1].result(30).candidates.keys() == everything.keys()
-    finally:
-        lookups.close()
+        asked = [Lookup([query], 1, SearchScope(), 3, known) for known in (frozenset(everything), frozenset())]
+        _, other = [lookups.search(index, each) for each in asked]
+        assert other.result(30).candidates.keys() == everything.keys()
 
 
 OPTIMA = {  # (b / a, gamma): gain and stride of the synchronous objective, then of the asynchronous one
@@ -214,9 +209,8 @@ def test_nothing_is_speculated_before_anything_is_known() -> None:
 
 def test_a_fast_index_is_asked_every_time() -> None:
     """Guessing what takes no time to know made fast retrievers 0.58 times as fast."""
-    assert (
-        told(StrideScheduler(asynchronous=False), 1.0, 0.2, 0.7).choose() == NO_SPECULATION
-    )  # it might pay if guesses were better
+    might_pay = told(StrideScheduler(asynchronous=False), 1.0, 0.2, 0.7)  # if guesses were better
+    assert might_pay.choose() == NO_SPECULATION
     assert told(StrideScheduler(), 1.0, 0.02, 0.9).choose() == NEVER_PAYS
 
 
@@ -312,10 +306,8 @@ def test_where_others_are_written_meanwhile_waiting_costs_nothing() -> None:
         assert best_plan(costs, 32, lambda _: 0).stride == 1
     free = replace(alone, crowd=Concurrency(8, 0.0, 8))  # decoding together is free: each is as alone
     assert free.gain(4, 0) == alone.gain(4, 0)
-    far = StrideCosts(
-        StrideTiming(1.0, lambda _: 100.0), 0.9, None, Concurrency(8, 1.0, 1)
-    )  # and a far index is not hidden by eight
-    assert far.gain(8, 0) > 3.0
+    far = StrideCosts(StrideTiming(1.0, lambda _: 100.0), 0.9, None, Concurrency(8, 1.0, 1))
+    assert far.gain(8, 0) > 3.0  # eight do not hide a far index
 
 
 def test_a_crowd_is_noticed() -> None:

@@ -147,9 +147,8 @@ def test_duplicates_are_found_within_one_owner(tmp_path: Path, counting: Countin
         assert writer.upsert(Document("a", "Same.")) is UpsertOutcome.ADDED
         assert writer.upsert(Document("b", "Same.")) is UpsertOutcome.DUPLICATE
         assert writer.upsert(Document("a", "Same.", title="New title")) is UpsertOutcome.UPDATED
-        assert (
-            writer.upsert(Document("m", "Same.", metadata={"day": "sun"})) is UpsertOutcome.ADDED
-        )  # filters tell them apart
+        on_sunday = Document("m", "Same.", metadata={"day": "sun"})  # filters tell them apart
+        assert writer.upsert(on_sunday) is UpsertOutcome.ADDED
         assert writer.upsert(Document("c", "Same.", owner="carol")) is UpsertOutcome.ADDED
         writer.commit()
         assert writer.upsert(Document("b", "Same.")) is UpsertOutcome.DUPLICATE
