@@ -1,5 +1,8 @@
 """One real encoder for all tests here, and one without weights for the tests of files."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 from letter_encoder import LetterEncoder
 
@@ -16,6 +19,12 @@ def encoder() -> Encoder:
 @pytest.fixture
 def letters() -> LetterEncoder:
     return LetterEncoder()
+
+
+@pytest.fixture
+def index_dir(built: Path, tmp_path: Path) -> Path:
+    """A copy of the index that the module's fixture `built` makes once."""
+    return Path(shutil.copytree(built, tmp_path / "index"))
 
 
 @pytest.fixture(scope="session")

@@ -5,15 +5,11 @@ from math import fsum
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from unit_vectors import unit
 
 from ragspec.retrieval.encoder import FloatArray
 from ragspec.retrieval.search import dense
 from ragspec.retrieval.search.dense import ExactIndex, RoundedRows, ScoredRows, canonical_scores
-
-
-def unit(rng: np.random.Generator, rows: int, dimension: int = 64) -> FloatArray:
-    vectors = rng.standard_normal((rows, dimension)).astype(np.float32)
-    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
 def canonical(

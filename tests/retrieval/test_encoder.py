@@ -5,6 +5,7 @@ import math
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -21,7 +22,7 @@ from ragspec.config import EncoderConfig
 from ragspec.errors import ModelError
 from ragspec.numerics import health
 from ragspec.retrieval import row_invariant
-from ragspec.retrieval.encoder import Encoder, fingerprint, packaged_folder
+from ragspec.retrieval.encoder import Encoder, FloatArray, fingerprint, packaged_folder
 
 TEXTS = [
     "Rain.",
@@ -209,61 +210,57 @@ def test_a_folder_without_a_model_is_one_clear_error(tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_query_waits_for_one_forward_of_a_file_and_not_for_the_file(
+@pytest.fixture
+def beside(
     encoder: Encoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A tenant uploads rows, and every other tenant's question waits until a thousand of them are encoded."""
-    alone, forward, asking = encoder.encode(["Rain."]), encoder._forward, list[bool]()
-    (query_ids,) = encoder._tokenized(["Rain."])["input_ids"]
+) -> Callable[..., tuple[list[Any], FloatArray, FloatArray]]:
+    """Encodes a file's texts and, from their first forward on, a query: the token ids of all forwards, and both results."""
+    forward, forwards = encoder._forward, list[Any]()
     asked, begun = threading.Event(), threading.Event()
 
-    def counted(token_ids: Any, type_ids: Any = None) -> Any:
-        asking.append(token_ids == [query_ids])
-        if not asking[-1]:
-            begun.set()
-            assert asked.wait(30)
+    def waiting(token_ids: Any, type_ids: Any = None) -> Any:
+        forwards.append(token_ids)
+        begun.set()
+        assert asked.wait(30)
         return forward(token_ids, type_ids)
 
-    monkeypatch.setattr(encoder, "_forward", counted)
+    def encoded(texts: list[str], question: str) -> tuple[list[Any], FloatArray, FloatArray]:
+        monkeypatch.setattr(encoder, "_forward", waiting)
+        with ThreadPoolExecutor(2) as threads:
+            file = threads.submit(encoder.encode, texts)
+            assert begun.wait(30)
+            query = threads.submit(encoder.encode, [question])
+            while encoder._computing.num_taken - encoder._computing.num_over < 2:
+                time.sleep(0.001)
+            asked.set()
+            return forwards, file.result(), query.result()
+
+    return encoded
+
+
+def test_a_query_waits_for_one_forward_of_a_file_and_not_for_the_file(
+    encoder: Encoder, monkeypatch: pytest.MonkeyPatch, beside: Any
+) -> None:
+    """A tenant uploads rows, and every other tenant's question waits until a thousand of them are encoded."""
+    alone = encoder.encode(["Rain."])
     monkeypatch.setattr(encoder, "max_batch_size", 1)
-    with ThreadPoolExecutor(2) as threads:
-        file = threads.submit(encoder.encode, [f"It rained {number} times." for number in range(20)])
-        assert begun.wait(30)
-        query = threads.submit(encoder.encode, ["Rain."])
-        while encoder._computing.num_taken - encoder._computing.num_over < 2:
-            time.sleep(0.001)
-        asked.set()
-        assert np.array_equal(query.result(), alone) and len(file.result()) == 20
-    assert asking.index(True) == 1 and len(asking) == 21
+    forwards, file, query = beside([f"It rained {number} times." for number in range(20)], "Rain.")
+    assert np.array_equal(query, alone) and len(file) == 20
+    assert forwards.index(encoder._tokenized(["Rain."])["input_ids"]) == 1 and len(forwards) == 21
 
 
 def test_a_file_s_forwards_are_small_while_queries_wait_for_them(
-    encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+    encoder: Encoder, monkeypatch: pytest.MonkeyPatch, beside: Any
 ) -> None:
     """A tenant uploads rows, and every other tenant's question waits for a forward of a thousand tokens."""
     texts = [f"It rained {number} times." for number in range(80)]
-    alone, forward, sizes = encoder.encode(texts), encoder._forward, list[int]()
-    asked, begun = threading.Event(), threading.Event()
-
-    def counted(token_ids: Any, type_ids: Any = None) -> Any:
-        sizes.append(sum(map(len, token_ids)))
-        if not begun.is_set():
-            begun.set()
-            assert asked.wait(30)
-        return forward(token_ids, type_ids)
-
-    monkeypatch.setattr(encoder, "_forward", counted)
+    alone = encoder.encode(texts)
     monkeypatch.setattr(row_invariant, "_PART_TOKENS", 1024)
     monkeypatch.setattr(row_invariant, "_SHARED_S", math.inf)
     monkeypatch.setattr(encoder._computing, "waited_s", -math.inf)
-    with ThreadPoolExecutor(2) as threads:
-        file = threads.submit(encoder.encode, texts)
-        assert begun.wait(30)
-        query = threads.submit(encoder.encode, texts[:1])
-        while encoder._computing.num_taken - encoder._computing.num_over < 2:
-            time.sleep(0.001)
-        asked.set()
-        assert np.array_equal(query.result(), alone[:1]) and np.array_equal(file.result(), alone)
+    forwards, file, query = beside(texts, texts[0])
+    assert np.array_equal(query, alone[:1]) and np.array_equal(file, alone)
+    sizes = [sum(map(len, token_ids)) for token_ids in forwards]
     assert sizes[0] > 192 and max(sizes[1:]) <= 64 and sum(sizes) == sum(encoder.count_tokens([*texts, texts[0]]))
 
 

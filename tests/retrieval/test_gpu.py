@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from unit_vectors import unit
 
 from ragspec.config import DenseConfig
 from ragspec.retrieval.encoder import FloatArray
@@ -16,11 +17,7 @@ from ragspec.retrieval.search.faiss_index import ApproximateIndex, GpuIndex
 from ragspec.retrieval.search.segment_search import Shard
 
 faiss = pytest.importorskip("faiss")
-
-
-def unit(rng: np.random.Generator, rows: int, dimension: int) -> FloatArray:
-    vectors = rng.standard_normal((rows, dimension)).astype(np.float32)
-    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+needs_gpu = pytest.mark.skipif(not faiss_index.num_gpus(), reason="FAISS sees no GPU")
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +27,13 @@ def vectors() -> FloatArray:
     same = np.repeat(unit(rng, 1, 64), 300, axis=0)
     near = np.repeat(unit(rng, 1, 64), 300, axis=0) + rng.standard_normal((300, 64)).astype(np.float32) * 1e-8
     return np.concatenate([unit(rng, 4000, 64), same, near.astype(np.float32)])
+
+
+def ivf(vectors: FloatArray) -> Any:
+    index = faiss.index_factory(64, "IVF16,Flat", faiss.METRIC_INNER_PRODUCT)
+    index.train(vectors)
+    index.add(vectors)
+    return index
 
 
 def masks(rows: int) -> list[NDArray[np.bool_] | None]:
@@ -62,22 +66,18 @@ def test_without_faiss_there_is_no_gpu_and_no_error(monkeypatch: pytest.MonkeyPa
     assert faiss_index.num_gpus() == 0 and Shard.open([], "auto").segment_names == frozenset()
 
 
+@needs_gpu
 @pytest.mark.gpu
 def test_a_gpu_finds_what_the_cpu_finds(vectors: FloatArray) -> None:
     """Scores of another device, selectors that are ignored in silence."""
-    if not faiss_index.num_gpus():
-        pytest.skip("FAISS sees no GPU")
     agree(GpuIndex.flat(vectors), vectors)
 
 
+@needs_gpu
 @pytest.mark.gpu
 def test_ivf_on_a_gpu_finds_nearly_what_it_finds_on_the_cpu(vectors: FloatArray) -> None:
     """A copy that lost its number of probes."""
-    if not faiss_index.num_gpus():
-        pytest.skip("FAISS sees no GPU")
-    index = faiss.index_factory(64, "IVF16,Flat", faiss.METRIC_INNER_PRODUCT)
-    index.train(vectors)
-    index.add(vectors)
+    index = ivf(vectors)
     cpu = ApproximateIndex(index, vectors, DenseConfig(kind="ivf", search_width=8))
     queries = unit(np.random.default_rng(3), 50, 64)
     pairs = zip(cpu.search(queries, 10), GpuIndex.ivf(index, vectors, 8, cpu).search(queries, 10), strict=True)
@@ -86,9 +86,7 @@ def test_ivf_on_a_gpu_finds_nearly_what_it_finds_on_the_cpu(vectors: FloatArray)
 
 def test_ivf_with_a_filter_or_many_hits_finds_what_it_finds_on_the_cpu(vectors: FloatArray) -> None:
     """A scope that leaves a tenth of the rows was scanned exactly: another machine, other passages."""
-    index = faiss.index_factory(64, "IVF16,Flat", faiss.METRIC_INNER_PRODUCT)
-    index.train(vectors)
-    index.add(vectors)
+    index = ivf(vectors)
     cpu = ApproximateIndex(index, vectors, DenseConfig(kind="ivf", search_width=2))
     index.nprobe = 2
     gpu_index, queries = GpuIndex(index, vectors, cpu), unit(np.random.default_rng(3), 20, 64)
@@ -113,9 +111,7 @@ class RoundsByBatch:
 
 def test_ivf_candidates_do_not_depend_on_the_batch(vectors: FloatArray) -> None:
     """A query near the border of two lists found other passages beside others than alone, and the answer was another."""
-    index = faiss.index_factory(64, "IVF16,Flat", faiss.METRIC_INNER_PRODUCT)
-    index.train(vectors)
-    index.add(vectors)
+    index = ivf(vectors)
     cpu = ApproximateIndex(index, vectors, DenseConfig(kind="ivf", search_width=1))
     gpu_index, queries = GpuIndex(RoundsByBatch(index), vectors, cpu), unit(np.random.default_rng(3), 100, 64)
     found = []
@@ -142,13 +138,12 @@ def test_segments_beyond_the_budget_stay_on_the_cpu(vectors: FloatArray, monkeyp
     assert faiss_index.fits(vectors, limit)
 
 
+@needs_gpu
 @pytest.mark.gpu
 def test_indexes_take_no_more_of_a_gpu_than_the_budget(vectors: FloatArray) -> None:
     """FAISS reserves a gigabyte and a half for each index, which the budget never saw."""
     import torch
 
-    if not faiss_index.num_gpus():
-        pytest.skip("FAISS sees no GPU")
     limit, free = 2**28, torch.cuda.mem_get_info()[0]
     indexes = [GpuIndex.flat(vectors) for _ in range(20) if faiss_index.fits(vectors, limit)]
     assert len(indexes) == 20

@@ -73,7 +73,9 @@ def used_files(index_dir: Path) -> list[Path]:
     return [*files, *folder.iterdir(), index_dir / CURRENT]
 
 
-def damage_often(index_dir: Path, times: int, seed: int) -> None:
+@pytest.mark.parametrize(("times", "seed"), [(100, 1), pytest.param(600, 2, marks=pytest.mark.slow)])
+def test_damaged_files_are_refused_with_a_reason(index_dir: Path, times: int, seed: int) -> None:
+    """A flipped bit that becomes a wrong passage; a crash inside a parser of C++."""
     chance = random.Random(seed)
     files = used_files(index_dir)
     assert len(files) >= 20 and any(path.name == "dense.faiss" for path in files)
@@ -90,12 +92,6 @@ def damage_often(index_dir: Path, times: int, seed: int) -> None:
         assert len(str(refused.value)) > 20
         path.write_bytes(raw)
     assert Store.open(index_dir).manifest.num_documents == 50
-
-
-@pytest.mark.parametrize(("times", "seed"), [(100, 1), pytest.param(600, 2, marks=pytest.mark.slow)])
-def test_damaged_files_are_refused_with_a_reason(index_dir: Path, times: int, seed: int) -> None:
-    """A flipped bit that becomes a wrong passage; a crash inside a parser of C++."""
-    damage_often(index_dir, times, seed)
 
 
 def test_foreign_files_with_the_right_hashes_are_refused_too(index_dir: Path, tmp_path: Path) -> None:
@@ -163,10 +159,11 @@ def check(folder: Path, acknowledged: int) -> int:
     return rounds
 
 
-def survive(folder: Path, kills: int, seed: int) -> None:
-    chance = random.Random(seed)
-    rounds = 0
-    for _ in range(kills):
+@pytest.mark.slow
+def test_killed_at_random_moments_nothing_acknowledged_is_lost(tmp_path: Path) -> None:
+    """Half a segment that CURRENT names; a commit that was reported and is gone; folders nobody removes."""
+    folder, chance, rounds = tmp_path / "index", random.Random(2), 0
+    for _ in range(15):
         acknowledged = killed_at_random(folder, rounds, chance.uniform(0.0, 0.5))
         if rounds == 0 and not (folder / "CURRENT").exists():
             assert acknowledged == -1
@@ -176,9 +173,3 @@ def survive(folder: Path, kills: int, seed: int) -> None:
         writer.compact()
     names = {path.name.split("-")[0] for path in folder.iterdir()}
     assert names <= {".lock", "CURRENT", "generation", "segment"} and len(list(folder.iterdir())) <= 24
-
-
-@pytest.mark.slow
-def test_killed_at_random_moments_nothing_acknowledged_is_lost(tmp_path: Path) -> None:
-    """Half a segment that CURRENT names; a commit that was reported and is gone; folders nobody removes."""
-    survive(tmp_path / "index", kills=15, seed=2)

@@ -67,6 +67,21 @@ print("alive")
 """
 
 
+def check_alive(code: str, *arguments: str) -> str:
+    """What the code prints in a process of its own, which must not crash."""
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{TESTS.parent}:{TESTS}"},
+        check=False,
+        timeout=600.0,
+    )
+    lines = [line for line in ended.stdout.splitlines() if not line.startswith("refused")]
+    assert (ended.returncode, lines[-1:]) == (0, ["alive"]), ended.stdout[-300:] + ended.stderr[-2000:]
+    return ended.stdout
+
+
 @pytest.mark.parametrize("filler", ["0123456789abcdef" * 3 + "55", "ff", "00"])
 def test_an_open_index_whose_files_are_overwritten_ends_no_process(tmp_path: Path, filler: str) -> None:
     """Compiled code followed an index of the mapped file out of its arrays: SIGSEGV, and every stream of the process ended."""
@@ -76,16 +91,8 @@ def test_an_open_index_whose_files_are_overwritten_ends_no_process(tmp_path: Pat
     ]
     build_index([*documents, Document("b", "A zebra of bob.", owner="bob")], tmp_path / "index", LetterEncoder())
     names = [VECTORS, PASSAGES, DOCUMENTS, *POSTING_FILES]
-    ended = subprocess.run(
-        [sys.executable, "-c", _SEARCHING, str(tmp_path / "index"), filler, *names],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": f"{TESTS.parent}:{TESTS}"},
-        check=False,
-    )
-    last = [line for line in ended.stdout.splitlines() if not line.startswith("refused")][-1:]
-    assert (ended.returncode, last) == (0, ["alive"]), ended.stderr[-2000:]
-    assert filler == "00" or "refused StoreCorrupt" in ended.stdout
+    printed = check_alive(_SEARCHING, str(tmp_path / "index"), filler, *names)
+    assert filler == "00" or "refused StoreCorrupt" in printed
 
 
 _DRAFTING = """
@@ -126,14 +133,4 @@ print("alive")
 
 def test_sorted_suffixes_that_are_overwritten_end_no_process(tmp_path: Path) -> None:
     """Compiled searches followed a place of the mapped file out of the tokens: SIGSEGV."""
-    ended = subprocess.run(
-        [sys.executable, "-c", _DRAFTING, str(tmp_path / "suffixes.npy")],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(TESTS.parent)},
-        check=False,
-        timeout=600.0,
-    )
-    assert (ended.returncode, ended.stdout.splitlines()[-1:]) == (0, ["alive"]), (
-        ended.stdout[-300:] + ended.stderr[-2000:]
-    )
+    check_alive(_DRAFTING, str(tmp_path / "suffixes.npy"))

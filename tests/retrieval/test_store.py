@@ -88,11 +88,6 @@ def test_a_passage_names_the_page_on_which_it_begins(tmp_path: Path) -> None:
     ]
 
 
-@pytest.fixture
-def index_dir(built: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(built, tmp_path / "index"))
-
-
 def visible(folder: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(folder)): path.read_bytes()

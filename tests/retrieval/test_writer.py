@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -62,11 +61,6 @@ def built(tmp_path_factory: pytest.TempPathFactory, documents: list[Document]) -
     folder = tmp_path_factory.mktemp("writer") / "index"
     build_index(documents, folder, LetterEncoder(), CONFIG)
     return folder
-
-
-@pytest.fixture
-def index_dir(built: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(built, tmp_path / "index"))
 
 
 def ids(index_dir: Path) -> list[str]:
