@@ -413,7 +413,7 @@ class Neighbours:
             builder.add(_stems(text))
         with tempfile.TemporaryDirectory() as folder:
             builder.write(Path(folder))
-            self._postings = Postings.open(Path(folder))  # a mapped file outlives its name
+            self._postings = Postings(Path(folder))  # a mapped file outlives its name
 
     def nearest(self, text: str, count: int) -> list[int]:
         """Numbers of at most `count` texts, the best first."""

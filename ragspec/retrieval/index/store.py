@@ -68,7 +68,7 @@ class IndexSegment:
         self.vectors: FloatArray = mapped_array(folder / VECTORS)
         self.passages = mapped_table(folder / PASSAGES, PASSAGE_SCHEMA)
         self.documents = mapped_table(folder / DOCUMENTS, DOCUMENT_SCHEMA)
-        self.postings = Postings.open(folder)
+        self.postings = Postings(folder)
         found = (self.vectors.shape, len(self.passages), len(self.documents), self.postings.num_rows)
         if found != ((record.num_passages, dimension), record.num_passages, record.num_documents, record.num_passages):
             raise StoreCorrupt(f"{folder} does not hold what its manifest says: {found}")

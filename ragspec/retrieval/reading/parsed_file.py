@@ -239,9 +239,10 @@ def one_line(text: str) -> str:
     return " ".join(text.split() if text.isascii() and "\0" not in text else text.translate(_UNWRITABLE).split())
 
 
-def numbered_lines(text: str, start: int = 0) -> Iterator[tuple[int, str]]:
-    """The offset and text of every line from `start` on."""
-    for line in text[start:].split("\n"):
+def numbered_lines(text: str) -> Iterator[tuple[int, str]]:
+    """The offset and text of every line."""
+    start = 0
+    for line in text.split("\n"):
         yield start, line
         start += len(line) + 1
 

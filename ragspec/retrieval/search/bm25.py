@@ -30,7 +30,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,7 @@ from ragspec.retrieval.index.segment_files import mapped_array
 
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
+Length = TypeVar("Length", float, NDArray[np.float64])
 
 POSTING_FILES = tuple(
     f"{name}.npy" for name in "terms term_offsets posting_offsets posting_rows posting_counts lengths".split()
@@ -78,11 +79,13 @@ class SparseQuery:
     terms: tuple[str, ...]
     weights: tuple[float, ...]
     average_length: float
-    k1: float
-    b: float
+
+    def norm(self, length: Length) -> Length:
+        """The part of the denominator that depends on a row's length."""
+        return K1 * ((1.0 - B) + B * length / self.average_length)
 
 
-def sparse_query(terms: Sequence[str], statistics: TermStatistics, k1: float = K1, b: float = B) -> SparseQuery:
+def sparse_query(terms: Sequence[str], statistics: TermStatistics) -> SparseQuery:
     """The query of these terms with their repetitions, under the statistics of all segments and shards.
 
     Uses `math.log` and Python's floats, since a SIMD path may round differently.
@@ -90,7 +93,7 @@ def sparse_query(terms: Sequence[str], statistics: TermStatistics, k1: float = K
     counts = sorted(Counter(terms).items())
     weights = [count * idf(statistics.num_rows, statistics.frequencies.get(term, 0)) for term, count in counts]
     average_length = statistics.total_length / statistics.num_rows if statistics.total_length else 1.0
-    return SparseQuery(tuple(term for term, _ in counts), tuple(weights), average_length, k1, b)
+    return SparseQuery(tuple(term for term, _ in counts), tuple(weights), average_length)
 
 
 def idf(num_rows: int, frequency: int) -> float:
@@ -101,14 +104,7 @@ def idf(num_rows: int, frequency: int) -> float:
 class Postings:
     """The postings of one segment; read-only, safe to share between threads."""
 
-    def __init__(self, arrays: Sequence[NDArray[Any]]) -> None:
-        """`arrays` in the order of `POSTING_FILES`."""
-        terms, term_offsets, self.offsets, self.rows, self.counts, self.lengths = arrays
-        self.terms = _Terms(terms, term_offsets)
-        self._longest = int(self.lengths.max(initial=0))
-
-    @classmethod
-    def open(cls, folder: Path) -> Postings:
+    def __init__(self, folder: Path) -> None:
         """Map the files of `folder`. Their hashes must have been compared.
 
         Raises: StoreCorrupt if a file is missing, is no array of the right type, or does not fit the others.
@@ -116,7 +112,9 @@ class Postings:
         arrays = [mapped_array(folder / name) for name in POSTING_FILES]
         if not _fit_together(arrays):
             raise StoreCorrupt(f"the postings in {folder} do not fit together")
-        return cls([a.view(np.ndarray) for a in arrays])
+        terms, term_offsets, self.offsets, self.rows, self.counts, self.lengths = (a.view(np.ndarray) for a in arrays)
+        self.terms = _Terms(terms, term_offsets)
+        self._longest = int(self.lengths.max(initial=0))
 
     @property
     def num_rows(self) -> int:
@@ -160,17 +158,11 @@ class Postings:
         # Why a copy: to the compiler, a read-only mask is another type.
         mask = np.zeros(0, np.bool_) if allowed is None else np.array(allowed)  # [K] or [0]
         weights = np.array(query.weights, np.float64)
-        found = _scored_rows(
-            (self.rows, self.counts, self.lengths), (begins, ends, weights), self._norms(query), mask, rows, scores
-        )
+        norms = query.norm(np.arange(self._longest + 1, dtype=np.float64))  # [longest row + 1]
+        found = _scored_rows((self.rows, self.counts, self.lengths), (begins, ends, weights), norms, mask, rows, scores)
         if found < 0:
             raise StoreCorrupt(_CHANGED)
         return rows[:found], scores[:found]
-
-    def _norms(self, query: SparseQuery) -> NDArray[np.float64]:
-        """The part of the denominator that depends on a row's length, for every length. Shapes: [longest row + 1]."""
-        lengths = np.arange(self._longest + 1, dtype=np.float64)
-        return query.k1 * ((1.0 - query.b) + query.b * lengths / query.average_length)
 
 
 @compiled(nogil=True)

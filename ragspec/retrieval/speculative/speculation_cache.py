@@ -119,7 +119,7 @@ def bm25_score(query: SparseQuery, candidate: ScorablePassage) -> float:
     terms = [(counts[term], weight) for term, weight in zip(query.terms, query.weights, strict=True) if term in counts]
     if not terms:
         return 0.0
-    norm = query.k1 * ((1.0 - query.b) + query.b * float(sum(counts.values())) / query.average_length)
+    norm = query.norm(float(sum(counts.values())))
     score = 0.0
     for count, weight in terms:
         score += weight * count / (count + norm)
