@@ -29,6 +29,13 @@ class LetterEncoder:
         return vector / np.linalg.norm(vector)
 
 
+class CoarseEncoder(LetterEncoder):
+    """Few directions, so that many scores are equal."""
+
+    def _vector(self, text: str) -> FloatArray:
+        return super()._vector(text[-2:])
+
+
 class WordEncoder(LetterEncoder):
     """Each word is a direction, so texts that share words are near."""
 

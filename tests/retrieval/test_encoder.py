@@ -86,11 +86,16 @@ def bert_tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(packaged_folder(), local_files_only=True)
 
 
+def forward_sizes(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gets the number of texts of every forward."""
+    sizes, forward = list[int](), encoder._forward
+    monkeypatch.setattr(encoder, "_forward", lambda ids: sizes.append(len(ids)) or forward(ids))  # type: ignore[func-returns-value]
+    return sizes
+
+
 def test_texts_of_all_lengths_share_a_forward(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sixteen questions at once were encoded in as many forwards as they had lengths."""
-    sizes: list[int] = []
-    real = encoder._forward
-    monkeypatch.setattr(encoder, "_forward", lambda ids: sizes.append(len(ids)) or real(ids))  # type: ignore[func-returns-value]
+    sizes = forward_sizes(encoder, monkeypatch)
     questions = [" ".join(["harbour"] * n) for n in (9, 3, 12, 5, 7, 3, 10)]
     together = encoder.encode(questions)
     assert sizes == [len(questions)]
@@ -178,9 +183,7 @@ def test_an_encoder_that_fails_its_self_test_encodes_one_by_one(monkeypatch: pyt
     """Where packing is missing, batching would silently break "same seed, same text"."""
     monkeypatch.setattr(Encoder, "self_test", lambda _: False)
     careful = Encoder.load(EncoderConfig())
-    sizes: list[int] = []
-    real = careful._forward
-    monkeypatch.setattr(careful, "_forward", lambda ids: sizes.append(len(ids)) or real(ids))  # type: ignore[func-returns-value]
+    sizes = forward_sizes(careful, monkeypatch)
     careful.encode(["Rain.", "Snow.", "Hail."])
     assert sizes == [1, 1, 1]
 

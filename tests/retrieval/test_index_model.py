@@ -1,23 +1,21 @@
 """Random changes and searches against a model that keeps documents in a dictionary and scores them by the formulas."""
 
-import math
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from bm25_formula import formula_scores
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from letter_encoder import LetterEncoder
+from letter_encoder import CoarseEncoder
 
 from ragspec.config import ChunkingConfig, IndexConfig, RetrieverConfig
 from ragspec.core import Document, Passage
 from ragspec.errors import InputError
 from ragspec.retrieval.chunking import chunk, embedded_text
-from ragspec.retrieval.encoder import FloatArray
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever
@@ -44,13 +42,6 @@ FILTERS = st.sampled_from(
 )
 QUERIES = st.sampled_from(["the river", "stones and corn", "雨", "mill mill", "The river flows.", "nothing of it"])
 DEPTH = 10
-
-
-class CoarseEncoder(LetterEncoder):
-    """Few directions, so that many scores are equal."""
-
-    def _vector(self, text: str) -> FloatArray:
-        return super()._vector(text[-3:])
 
 
 class Model:
@@ -89,21 +80,10 @@ class Model:
         return ranked(found)
 
     def sparse(self, query: str, tenant: str, low: object) -> list[tuple[Passage, float]]:
-        analyzer = Analyzer(AnalyzerConfig())
-        texts = [(d, p, analyzer.terms(embedded_text(p))) for d, p in self.passages(tenant)]
-        average = sum(len(terms) for _, _, terms in texts) / max(1, len(texts)) or 1.0
-        found = []
-        for document, passage, terms in texts:
-            score = 0.0
-            for term, times in sorted(Counter(analyzer.terms(query)).items()):
-                frequency = sum(term in others for _, _, others in texts)
-                idf = math.log(1.0 + (len(texts) - frequency + 0.5) / (frequency + 0.5))
-                count = terms.count(term)
-                if count:
-                    score += times * idf * count / (count + 1.2 * ((1.0 - 0.75) + 0.75 * len(terms) / average))
-            if score > 0.0 and passes(document, low):
-                found.append((passage, score))
-        return ranked(found)
+        analyzer, texts = Analyzer(AnalyzerConfig()), list(self.passages(tenant))
+        rows = [analyzer.terms(embedded_text(passage)) for _, passage in texts]
+        scores = formula_scores(rows, [True] * len(rows), analyzer.terms(query))
+        return ranked([(texts[row][1], score) for row, score in scores.items() if passes(texts[row][0], low)])
 
 
 def passes(document: Document, condition: object) -> bool:

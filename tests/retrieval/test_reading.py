@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 from unittest.mock import ANY
 
 import pytest
@@ -38,6 +39,11 @@ def one(path: Path) -> Document:
     for heading in document.headings:
         assert heading.text.split()[0] in document.text[: heading.start + 200]
     return document
+
+
+def read_as(tmp_path: Path, name: str, text: str) -> Document:
+    (tmp_path / name).write_text(text)
+    return one(tmp_path / name)
 
 
 def titles(document: Document) -> list[tuple[int, str]]:
@@ -132,9 +138,7 @@ MARKDOWN = (FILES / "manual.md").read_text()
 
 def test_markdown_titles_stand_where_they_are_written(tmp_path: Path) -> None:
     """A comment in a code block became a title, and the text under the real one lost it."""
-    path = tmp_path / "a.md"
-    path.write_text(MARKDOWN)
-    document = one(path)
+    document = read_as(tmp_path, "a.md", MARKDOWN)
     assert document.text == MARKDOWN.partition("---\n")[2].partition("---\n")[2] and document.title == "Intro"
     assert titles(document) == [(1, "Intro"), (1, "Guide for users"), (2, "Install it"), (2, "Second way")]
     starts = [document.text[heading.start :].split("\n")[0] for heading in document.headings]
@@ -143,22 +147,23 @@ def test_markdown_titles_stand_where_they_are_written(tmp_path: Path) -> None:
 
 def test_a_page_may_be_titled_by_its_settings(tmp_path: Path) -> None:
     """Every page of a web site's sources was called "_index"."""
-    path = tmp_path / "_index.md"
-    path.write_text('---\nweight: 1\ntitle: "The concepts"\n---\n## Low\ntitle: no\n')
-    assert (one(path).title, titles(one(path))) == ("The concepts", [(2, "Low")])
-    path.write_text("title: no\n")
-    assert one(path).title == "_index"
+
+    def page(source: str) -> tuple[str, dict[str, Any], str]:
+        found = read_as(tmp_path, "_index.md", source)
+        return found.title, dict(found.metadata), found.text
+
+    settings, text = '---\nweight: 1\ntitle: "The concepts"\n---\n', "## Low\ntitle: no\n"
+    assert page(settings + text) == ("The concepts", {"weight": 1}, text)
+    assert titles(one(tmp_path / "_index.md")) == [(2, "Low")]
+    assert page("title: no\n")[0] == "_index"
     for settings in ("---\ntitle: A\ndate: 2024-01-05\nx: {}\n---\n", "+++\ntitle = 'A'\ndate = 2024-01-05\n+++\n"):
-        path.write_text(f"{settings}Text.\n")
-        assert (one(path).title, one(path).metadata, one(path).text) == ("A", {"date": "2024-01-05"}, "Text.\n")
-    path.write_text("---\ntitle: A: b\n---\nText.\n")  # damaged
-    assert (one(path).title, one(path).text) == ("A: b", "Text.\n")
+        assert page(f"{settings}Text.\n") == ("A", {"date": "2024-01-05"}, "Text.\n")
+    assert page("---\ntitle: A: b\n---\nText.\n") == ("A: b", {}, "Text.\n")  # damaged
     for text in ("---\nBetween two rules.\n---\n", "+++\nBetween two: marks.\n+++\n", "---\n- a\n---\n"):
-        path.write_text(text)
-        assert one(path).text == text
-    path.write_text("---\ntitle: 3.10\nzip: 01067\nland: NO\nyear: 2020\nx: !!bool y\nz: {a: b}\n---\nText.\n")
+        assert page(text)[2] == text
+    settings = "---\ntitle: 3.10\nzip: 01067\nland: NO\nyear: 2020\nx: !!bool y\nz: {a: b}\n---\n"
     shown = {"zip": "01067", "land": "NO", "year": 2020, "x": "y"}
-    assert (one(path).title, one(path).metadata) == ("3.10", shown)
+    assert page(f"{settings}Text.\n")[:2] == ("3.10", shown)
 
 
 RST = (FILES / "manual.rst").read_text()
@@ -166,9 +171,7 @@ RST = (FILES / "manual.rst").read_text()
 
 def test_rst_levels_follow_the_order_of_their_styles(tmp_path: Path) -> None:
     """The same sign means another level in another file; a table's rule is no underline."""
-    path = tmp_path / "a.rst"
-    path.write_text(RST)
-    document = one(path)
+    document = read_as(tmp_path, "a.rst", RST)
     assert document.text == RST and document.title == "The manual"
     assert titles(document) == [(1, "The manual"), (2, "Install"), (3, "On Linux"), (2, "Remove")]
     assert document.text[document.headings[0].start :].startswith("====")
@@ -229,11 +232,6 @@ def test_rows_of_csv_without_a_text_column(tmp_path: Path) -> None:
     for row in rows:
         passage = Passage(row.id, 0, row.text, 0, len(row.text), blocks=row.blocks)
         assert quotable_runs(passage) == [[(0, len(row.text))]]
-
-
-def read_as(tmp_path: Path, name: str, text: str) -> Document:
-    (tmp_path / name).write_text(text)
-    return one(tmp_path / name)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from letter_encoder import LetterEncoder
+from letter_encoder import CoarseEncoder, LetterEncoder
 
 from ragspec.config import ChunkingConfig, DenseConfig, IndexConfig, RetrieverConfig
 from ragspec.core import Document, Passage
@@ -23,13 +23,6 @@ from ragspec.retrieval.search.segment_search import SearchHit, SearchScope, Shar
 CONFIG = IndexConfig(chunking=ChunkingConfig(max_chars=60))
 QUERIES = ["river stone", "the old mill by the river", "a bridge", "corn corn corn", "mill", "unknownword", "the"]
 WORDS = "river stone bridge mill corn water old new tall the the the a of".split()
-
-
-class CoarseEncoder(LetterEncoder):
-    """Few directions, so that many scores are equal."""
-
-    def _vector(self, text: str) -> FloatArray:
-        return super()._vector(text[-2:])
 
 
 def corpus(count: int) -> list[Document]:
