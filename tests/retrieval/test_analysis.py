@@ -1,7 +1,9 @@
 """Texts to terms: one answer for one text, in every script and thread."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
-from typing import get_args
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -13,6 +15,7 @@ from ragspec.retrieval_config import AnalyzerConfig, Language
 
 ENGLISH = Analyzer(AnalyzerConfig(language="english"))
 AUTO = Analyzer(AnalyzerConfig())
+WORDS: dict[str, Any] = json.loads(Path(__file__).with_name("words.json").read_text(encoding="utf-8"))
 TEXTS = ["It was raining, and the ships came in.", "雨が降る港", "Der Hafen — naïve Über‑Schiffe", "검색 엔진"]
 
 
@@ -27,19 +30,7 @@ def test_word_forms_share_a_term() -> None:
     assert plain.terms("Raining ships") == ["raining", "ships"]
 
 
-@pytest.mark.parametrize(
-    ("query", "text"),
-    [
-        ("東京", "昨日は東京都に行きました。"),
-        ("雨", "港に雨が降る"),
-        ("索引", "检索増强生成使用索引文件"),
-        ("カタカナ", "ｶﾀｶﾅで書く"),
-        ("검색", "한국어검색엔진입니다"),
-        ("ไทย", "เอกสารภาษาไทยไม่มีช่องว่าง"),
-        ("ພາສາ", "ເອກະສານພາສາລາວ"),
-        ("हिन्दी", "यह हिन्दी में है"),
-    ],
-)
+@pytest.mark.parametrize(("query", "text"), WORDS["without spaces"])
 def test_text_without_spaces_is_found_by_its_parts(query: str, text: str) -> None:
     """A sentence of Chinese or Thai as one term is found only by the whole sentence."""
     assert overlap(query, text)
@@ -60,22 +51,7 @@ def test_marks_do_not_split_words() -> None:
     assert len(ENGLISH.terms("हिन्दी")) == 1
 
 
-@pytest.mark.parametrize(
-    ("written", "plain"),
-    [
-        ("soft\u00adware", "software"),
-        ("zero\u200bwidth", "zerowidth"),
-        ("می\u200cخواهم", "میخواهم"),
-        ("क\u094d\u200dष", "क\u094dष"),
-        ("word\u2060joiner\ufeff", "wordjoiner"),
-        ("\u200eleft\u202eto\u202c right\u2069", "leftto right"),
-        ("vari\ufe0fation", "variation"),
-        ("Häu\u00adser der Stadt sind von und für die Leute", "Häuser der Stadt sind von und für die Leute"),
-        ("データ\u200bベース", "データベース"),
-        ("\u0130stanbul I\u0307zmir", "istanbul izmir"),
-        ("e\u200d\u0301lan", "élan"),
-    ],
-)
+@pytest.mark.parametrize(("written", "plain"), WORDS["invisible characters"])
 @pytest.mark.parametrize("config", [ENGLISH.config, AUTO.config, AnalyzerConfig(language="none")])
 def test_invisible_characters_and_the_dotted_i_change_no_word(written: str, plain: str, config: AnalyzerConfig) -> None:
     """A word that a browser hyphenated is two other words; İ in lower case is an i with a second dot."""
@@ -133,16 +109,7 @@ def test_ids_differ_where_terms_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Analyzer(AnalyzerConfig()).id not in ids  # as after an update of the library
 
 
-@pytest.mark.parametrize(
-    ("query", "text", "stem"),
-    [
-        ("Welches Haus steht am Fluss?", "Die Häuser der Stadt wurden 1874 gebaut.", "haus"),
-        ("Quel cheval est né dans la ville ?", "Les chevaux ont mangé avec nous dans les champs.", "cheval"),
-        ("¿Cuándo cantó el niño?", "Los niños cantaban en la casa por la noche.", "nin"),
-        ("Кто читал книгу?", "Эти книги читались детьми.", "книг"),
-        ("Πού είναι ο μύλος;", "Οι μύλοι της πόλης ήταν παλιοί.", "μυλ"),
-    ],
-)
+@pytest.mark.parametrize(("query", "text", "stem"), WORDS["word forms"])
 def test_word_forms_of_other_languages_share_a_term(query: str, text: str, stem: str) -> None:
     """With English stems alone "Haus" does not find "Häuser"."""
     assert stem in overlap(query, text, AUTO) - overlap(query, text)
@@ -164,18 +131,7 @@ def test_every_text_is_found_as_without_detection(texts: list[str]) -> None:
     assert set(ENGLISH.terms(mixed)) <= set(AUTO.terms(mixed))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *TEXTS[:2],
-        TEXTS[3],
-        "World War II was fought in Los Angeles, de facto, by los hombres.",
-        "The Russian name (Москва) and the Greek one (Αθήνα) are in brackets.",
-        "for i in range(n): a, e = e, a  # os.path, io.open, de_DE, main()",
-        'What does "die Mühle" mean?',
-        "Los Angeles",
-    ],
-)
+@pytest.mark.parametrize("text", WORDS["English"])
 def test_english_texts_keep_their_terms(text: str) -> None:
     """Names and code that are taken for Spanish change the lengths of passages, and so every score of an English index."""
     assert AUTO.terms(text) == ENGLISH.terms(text)

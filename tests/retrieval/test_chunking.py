@@ -114,16 +114,7 @@ def test_time_grows_with_the_length_only(piece: str) -> None:
     chunk(Document("d", piece * (200_000 // len(piece))), ChunkingConfig())
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "I am 3. Tom is 4.",
-        "It took 5 min. 3 were left.",
-        "The set. Then art. Then the cap. End.",
-        "It isn't. A cat came.",
-        "I met Max. 5 came.",
-    ],
-)
+@pytest.mark.parametrize("text", SENTENCES["English"])
 def test_what_abbreviates_elsewhere_still_ends_an_english_sentence(text: str) -> None:
     """Lists for seven languages at once made English sentences grow."""
     assert len(sentences(text)) == len(re.findall(r"[.](?= |$)", text))

@@ -17,6 +17,7 @@ from ragspec.retrieval.reading import Unread, find_files, passed_over, read_docu
 from ragspec.retrieval.reading.markup import read_plain
 
 FILES = Path(__file__).with_name("files")
+TEXTS: dict[str, Any] = json.loads(Path(__file__).with_name("texts.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture
@@ -234,17 +235,7 @@ def test_rows_of_csv_without_a_text_column(tmp_path: Path) -> None:
         assert quotable_runs(passage) == [[(0, len(row.text))]]
 
 
-@pytest.mark.parametrize(
-    ("source", "text"),
-    [
-        ("By ~~Ann~~ Bob, `~~x~~`.", "By Bob, `~~x~~`."),
-        ("10<sup>6</sup> kg of H<sub>2</sub>O, `<sup>x</sup>`", "10⁶ kg of H₂O, `<sup>x</sup>`"),
-        ("---\nweight: 1\n---\na <!-- no\nno --> b\n\n<!-- no -->\n\nc", "a  b\n\nc"),
-        ("```\n<!-- kept -->\n```", "```\n<!-- kept -->\n```"),
-        ("1. a\n1. b\n   - c\n1. d\n\ne\n\n5) f\n9) g", "1. a\n2. b\n   - c\n3. d\n\ne\n\n5) f\n6) g"),
-        ("<table><tr><td rowspan=2>N<td>1<tr><td>2</table>\n\nend", "| N | 1 |\n| N | 2 |\n\nend"),
-    ],
-)
+@pytest.mark.parametrize(("source", "text"), TEXTS["Markdown"])
 def test_markdown_reads_as_it_is_shown(tmp_path: Path, source: str, text: str) -> None:
     """Comments and struck words were found by questions, and 10 to the power of 6 was 106."""
     assert read_as(tmp_path, "a.md", source).text == text
@@ -277,24 +268,7 @@ def test_letters_struck_twice_are_one_letter(tmp_path: Path) -> None:
     assert read_as(tmp_path, "a.txt", "N\bNA\bA\n_\bf_\bi 1\b2\n").text == "NA\nfi 1\b2\n"
 
 
-MANUAL = """NAME
-       timeout - run a command
-
-OPTIONS
-       -k, --kill-after=N
-              also send a signal after N seconds, if the command is still
-              running then
-
-       -v
-              say more
-
-       By default, nothing
-       is sent.
-
-EXIT STATUS
-       124    if it timed out
-       137    if it was killed
-"""
+MANUAL = (FILES / "manual.txt").read_text()
 
 
 def test_a_manual_page_has_titles_terms_and_prose(tmp_path: Path) -> None:
@@ -313,32 +287,14 @@ def test_a_manual_page_has_titles_terms_and_prose(tmp_path: Path) -> None:
     assert quotes == [["say", "more"], ["-v", "say", "more"]]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "mill - a house in which corn is ground by stones\n       that a wheel turns\n\n",
-        "2025-03-03 10:00:01 ERROR wheel failed\n    at mill.turn(mill.py:3)\n",
-        "I think we should sell the mill for 90000 euros\n\n  > What do you think about the price\n\n",
-        "09:00 Opening by Ann\n      Room 4\n",
-    ],
-)
+@pytest.mark.parametrize("text", TEXTS["texts without titles"])
 def test_lines_of_other_texts_are_no_titles(tmp_path: Path, text: str) -> None:
     """Glossaries, logs, mails and agendas of which only the second lines could be quoted."""
     document = read_as(tmp_path, "a.txt", 4 * text)
     assert not document.headings and document.blocks[0].kind.value == "paragraph"
 
 
-@pytest.mark.parametrize(
-    ("text", "terms"),
-    [
-        (
-            "# all\nserver:\n  port: 25\n\n# two\nmail:\n  host: a\n  to: b\nlog:\n  on: no\n  at: c\n",
-            ["server:", "mail:", "log:"],
-        ),
-        ("[one]\na = 1\nb = 2\n\n[two]\na = 3\nb = 4\n\n[three]\na = 5\n", ["[one]", "[two]", "[three]"]),
-        ("[2025-03-04 10:02] ann: may I?\n[2025-03-04 10:03] bob: no\n", []),
-    ],
-)
+@pytest.mark.parametrize(("text", "terms"), TEXTS["settings"])
 def test_settings_and_records_are_lines(tmp_path: Path, text: str, terms: list[str]) -> None:
     """Four questions about one file got the same answer: its beginning, cut after 96 tokens."""
     document = read_as(tmp_path, "a.txt", text)

@@ -19,6 +19,8 @@ from ragspec.core import Document
 from ragspec.errors import InputError
 from ragspec.retrieval.reading import Unread, odt, read_file
 
+FILES = Path(__file__).with_name("files")
+
 
 def read(path: Path, unread: list[Unread] | None = None) -> Document:
     (document,) = read_file(path, path.name, unread)
@@ -28,40 +30,16 @@ def read(path: Path, unread: list[Unread] | None = None) -> Document:
     return document
 
 
-ODT_STYLES = """<text:list-style style:name="L"><text:list-level-style-number text:level="1" style:num-suffix="."
-style:num-format="1" text:start-value="5"/><text:list-level-style-number text:level="2" style:num-suffix=")" style:num-format="i"
-text:display-levels="2"/></text:list-style><style:style style:name="Up"><style:text-properties style:text-position="super 58%"/>
-</style:style><style:style style:name="T1" style:parent-style-name="Up"/><style:style style:name="Gone"><style:text-properties
-text:display="none"/></style:style><style:style style:name="Struck">
-<style:text-properties style:text-line-through-style="solid"/></style:style>
-<text:outline-style style:name="O">
-<text:outline-level-style text:level="1" style:num-format="A" style:num-suffix=":"/></text:outline-style>"""
-ODT_BODY = """<text:tracked-changes><text:p>deleted</text:p></text:tracked-changes><text:h text:outline-level="1">Mill</text:h>
-<text:p>10<text:span text:style-name="T1">6</text:span> kg<text:s text:c="2"/>or<text:span text:style-name="Gone"> no</text:span>
-more<text:span text:style-name="Struck"> or less</text:span><text:hidden-text text:is-hidden="true">no</text:hidden-text
-><text:note><text:note-citation>*</text:note-citation><text:note-body><text:p>By hand.</text:p></text:note-body></text:note>
-</text:p><text:list text:style-name="L"><text:list-item><text:p>cut<draw:frame><draw:text-box><text:p>box</text:p></draw:text-box>
-</draw:frame></text:p><text:list><text:list-item><text:p>left</text:p></text:list-item></text:list></text:list-item></text:list>
-<text:list text:continue-numbering="true" text:style-name="L">
-<text:list-header><text:p>rest<draw:custom-shape><text:p>shape</text:p></draw:custom-shape></text:p></text:list-header>
-<text:list-item><text:p>sew</text:p></text:list-item></text:list><table:table><table:table-header-rows>
-<table:table-row><table:table-cell table:number-columns-repeated="2"><text:p>h</text:p></table:table-cell></table:table-row>
-</table:table-header-rows><table:table-row><table:table-cell table:number-rows-spanned="2"><text:p>N</text:p></table:table-cell>
-<table:table-cell><text:p>5</text:p></table:table-cell></table:table-row>
-<table:table-row table:number-rows-repeated="2">
-<table:covered-table-cell/><table:table-cell><text:p>8</text:p></table:table-cell></table:table-row>
-</table:table><text:p>x = <draw:object xlink:href="./Formula"/><draw:object xlink:href="./Chart"/></text:p>"""
-
-
 def test_a_text_of_libreoffice_reads_as_it_is_shown(tmp_path: Path) -> None:
     """Texts of LibreOffice were passed over; its lists, spans, notes and formulas have other names than Word's."""
     spaces = " ".join(f'xmlns:{name}="{uri}"' for name, uri in odt._NAMES.items())
+    body = (FILES / "odt_body.xml").read_text()
     part = f"<office:document {spaces}><office:{{0}}>{{1}}</office:{{0}}></office:document>".format
     with zipfile.ZipFile(tmp_path / "a.odt", "w") as archive:
         archive.writestr("META-INF/manifest.xml", "<manifest/>")
-        archive.writestr("styles.xml", part("styles", ODT_STYLES))
+        archive.writestr("styles.xml", part("styles", (FILES / "odt_styles.xml").read_text()))
         archive.writestr("meta.xml", part("meta", "<dc:title>Set</dc:title>"))
-        archive.writestr("content.xml", part("body", f"<office:text>{ODT_BODY}</office:text>"))
+        archive.writestr("content.xml", part("body", f"<office:text>{body}</office:text>"))
         math = "<math xmlns='http://www.w3.org/1998/Math/MathML'><msup><mi>a</mi><mn>2</mn></msup></math>"
         archive.writestr("Formula/content.xml", math)
     unread: list[Unread] = []

@@ -1,5 +1,6 @@
 """From questions to passages, and from documents to an index."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ FACTS = [
     Document("plants", "Chlorophyll makes leaves green. Roots take up water.", "Plants"),
     Document("copy", "Chlorophyll makes leaves green. Roots take up water.", "Plants"),
 ]
+LANGUAGES = Path(__file__).with_name("words.json")
 QUESTIONS = ["Where does the Danube end?", "Who was crowned in 800?", "Why are leaves green?"]
 
 
@@ -76,38 +78,23 @@ def test_a_word_counts_once_towards_closeness(tmp_path: Path, letters: LetterEnc
 
 def test_other_languages_are_found_by_word_forms_and_cited(tmp_path: Path, letters: LetterEncoder) -> None:
     """English stems find no "Häuser" for "Haus"; a text of two languages is found by neither; another tenant's text is."""
-    texts = {
-        "de": "Am Fluss liegt ein Dorf. Die Häuser wurden 1874 gebaut, z. B. von Bauern. Es ist ruhig.",
-        "fr": "Le village est calme. Les chevaux dorment dans les champs depuis des années. M. Dupont les nourrit.",
-        "es": "El pueblo está lejos. Los molinos fueron construidos por el Sr. López. Ya no hay agua.",
-        "ru": "Деревня стоит у реки. Мельницы построили в 1874 году. Там тихо.",
-        "el": "Πού είναι το χωριό; Οι μύλοι της πόλης ήταν παλιοί. Τώρα λείπουν.",
-        "mixed": "The village is quiet. A sign says: Öffnungszeiten bis auf weiteres geändert. Nobody reads it.",
-    }
-    secret = Document("secret", texts["de"], owner="ann")
+    questions, texts = zip(*json.loads(LANGUAGES.read_text(encoding="utf-8"))["questions"], strict=True)
+    secret = Document("secret", texts[0], owner="ann")
     with IndexWriter(tmp_path, letters) as writer:
-        for name, text in texts.items():
-            writer.upsert(Document(name, text))
+        for number, text in enumerate(texts):
+            writer.upsert(Document(str(number), text))
             writer.commit()
         writer.upsert(secret)
         writer.commit()
     retriever = Retriever(letters, Store.open(tmp_path), RetrieverConfig(mode="sparse"))
-    asked = {
-        "de": "Welches Haus ist von 1874?",
-        "fr": "Où est le cheval des voisins ?",
-        "es": "¿Quién ha construido el molino?",
-        "ru": "Кто построил мельницу?",
-        "el": "Ποιος ήταν ο μύλος;",
-        "mixed": "Öffnungszeiten",
-    }
-    found = retriever.retrieve(list(asked.values()), 1).passages
-    assert [passage.document_id for (passage,) in found] == list(asked)
+    found = retriever.retrieve(questions, 1).passages
+    assert [passage.document_id for (passage,) in found] == list(map(str, range(len(texts))))
     for passage in (passage for (passage,) in found):
         start, end = sentences(passage.text)[1]
         quote = passage.text[start:end]
         (citation,) = find_citations(f"{quote} [1]", [passage])
         assert quote.startswith(passage.text[citation.passage_start : citation.passage_end])
-        assert texts[passage.document_id][citation.document_start : citation.document_end] in quote
+        assert texts[int(passage.document_id)][citation.document_start : citation.document_end] in quote
         assert citation.end - citation.start >= len(quote) - 1
 
 
