@@ -42,9 +42,9 @@ class EmbeddedDocument:
 
     def reuse(self, known: Mapping[str, FloatArray]) -> None:
         """Fill in missing vectors. `known`: vectors by embedded text."""
-        found = {number: known[self.texts[number]] for number in self.missing if self.texts[number] in known}
-        for number, vector in found.items():
-            if np.isfinite(vector).all():  # else the file was overwritten after it was checked
+        for number in [*self.missing]:
+            vector = known.get(self.texts[number])
+            if vector is not None and np.isfinite(vector).all():  # else the file was overwritten after it was checked
                 self.vectors[number] = vector
                 self.missing.remove(number)
 

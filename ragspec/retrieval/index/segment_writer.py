@@ -49,8 +49,7 @@ class ArrowFile:
     def append_table(self, rows: pa.Table) -> None:
         """Rows of another file of the same schema."""
         self._flush()
-        for batch in rows.to_batches(max_chunksize=_ROWS_PER_BATCH):
-            self._writer.write_batch(batch)
+        self._writer.write_table(rows, max_chunksize=_ROWS_PER_BATCH)
 
     def close(self) -> None:
         if self._file.closed:

@@ -61,13 +61,13 @@ def scripted(text: str, before: str, script: str, is_link: bool = False) -> str:
 
 def _superscript(text: str, before: str, is_link: bool) -> str:
     if text in ("+", "-", "−"):
-        return raised(text)
+        return _high(text)
     if not any(map(str.isalnum, text)) or text[0] == "[" or _ends_word(text.lower(), before):
         return text
     is_power = text in ("2", "3") and _LENGTH.search(before[-12:])
     if _NOTE.fullmatch(text) and (is_link or (_NOTED.search(before[-8:]) and not is_power)):
         return f"[{text}]"
-    return _small_print(text, before) or raised(text)
+    return _small_print(text, before) or _high(text)
 
 
 def _ends_word(text: str, before: str) -> bool:
@@ -78,7 +78,7 @@ def _ends_word(text: str, before: str) -> bool:
 
 
 def _subscript(text: str, before: str) -> str:
-    return _small_print(text, before) or lowered(text) if any(map(str.isalnum, text)) else text
+    return _small_print(text, before) or _low(text) if any(map(str.isalnum, text)) else text
 
 
 def _small_print(text: str, before: str) -> str:
@@ -88,14 +88,14 @@ def _small_print(text: str, before: str) -> str:
     return text if not before or before[-1].isspace() else f" {text}"
 
 
-def raised(text: str) -> str:
+def _high(text: str) -> str:
     """A superscript as Unicode signs or `^(...)`."""
-    return _script(text, _SUPERSCRIPTS, "^")
+    return _script(text.replace(_APART, ""), _SUPERSCRIPTS, "^")
 
 
-def lowered(text: str) -> str:
+def _low(text: str) -> str:
     """A subscript as Unicode signs or `_(...)`."""
-    return _script(text, _SUBSCRIPTS, "_")
+    return _script(text.replace(_APART, ""), _SUBSCRIPTS, "_")
 
 
 def _script(text: str, signs: Mapping[int, int | str | None], mark: str) -> str:
@@ -177,14 +177,6 @@ def _grouped(text: str) -> str:
 def _with_scripts(base: str, sub: str = "", sup: str = "") -> str:
     written = _grouped(base) + _low(sub) + _high(sup)
     return written if base[-1:].isalnum() else f"{_APART}{written}{_APART}"
-
-
-def _low(text: str) -> str:
-    return lowered(text.replace(_APART, "")) if text else ""
-
-
-def _high(text: str) -> str:
-    return raised(text.replace(_APART, "")) if text else ""
 
 
 def _accented(base: str, over: str) -> str:
