@@ -123,15 +123,7 @@ def test_what_abbreviates_elsewhere_still_ends_an_english_sentence(text: str) ->
 HEADINGS = st.lists(
     st.builds(Heading, st.integers(0, 420), st.integers(1, 4), st.text("Title é", max_size=80)), max_size=8
 )
-GUIDE = """Preface.
-
-# Guide
-## Install
-First line. Second.
-### On Linux
-Use apt.
-## Remove
-# Index"""
+GUIDE = (Path(__file__).with_name("files") / "guide.md").read_text().rstrip()
 
 
 def guide(title: str = "") -> Document:

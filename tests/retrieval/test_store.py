@@ -45,21 +45,10 @@ def built(tmp_path_factory: pytest.TempPathFactory, documents: list[Document]) -
     return folder
 
 
-FILES_WITH_BLOCKS = {
-    "a.html": (
-        '<section id="install"><h1>Install</h1><p>Unpack the archive.</p><h2 id="linux">On Linux</h2><ol><li>Run it.</ol>'
-        '<pre>make</pre><h2><a name="windows"></a>On Windows</h2><table><tr><th>Step<tr><td>Start it</table></section>'
-    ),
-    "a.md": "# Install\n\nUnpack the archive.\n\n## On *Linux*!\n\n1. Run it.\n\n```\nmake\n```\n\n## On Windows {#windows}\n\n"
-    "| Step |\n|---|\n| Start it |\n",
-}
-
-
-@pytest.mark.parametrize(("name", "linux"), [("a.html", "linux"), ("a.md", "on-linux")])
+@pytest.mark.parametrize(("name", "linux"), [("blocks.html", "linux"), ("blocks.md", "on-linux")])
 def test_passages_keep_headings_anchors_and_kinds_of_their_blocks(tmp_path: Path, name: str, linux: str) -> None:
     """A quote that cannot be opened at its place, or a heading that is quoted as a sentence."""
-    (tmp_path / name).write_text(FILES_WITH_BLOCKS[name])
-    documents = list(read_documents([tmp_path / name]))
+    documents = list(read_documents([Path(__file__).with_name("files") / name]))
     build_index(documents, tmp_path / "index", LetterEncoder())
     store = Store.open(tmp_path / "index")
     assert list(store.documents()) == documents and store.former_documents() == []
@@ -68,7 +57,7 @@ def test_passages_keep_headings_anchors_and_kinds_of_their_blocks(tmp_path: Path
     titles = [passage.headings for passage in passages]
     assert titles == [
         ("Install",),
-        ("Install", "On *Linux*!" if name == "a.md" else "On Linux"),
+        ("Install", "On *Linux*!" if name == "blocks.md" else "On Linux"),
         ("Install", "On Windows"),
     ]
     assert [passage.anchor for passage in passages] == ["install", linux, "windows"]
