@@ -62,19 +62,9 @@ def test_a_main_part_with_hardly_any_text_is_not_all_of_a_page(tmp_path: Path) -
     assert document.text == f"Loading\n\n{BODY.strip()}"
 
 
-def test_a_web_page_reads_as_it_is_seen(tmp_path: Path) -> None:
+def test_a_web_page_reads_as_it_is_seen() -> None:
     """Menus and scripts were found in place of the text; words on both sides of a tag ran together or apart."""
-    document = page(
-        tmp_path,
-        """<!doctype html><html><head><title> My
-        page </title><style>p {}</style></head><body><nav><a>Menu</a></nav><div role="navigation">More menu</div>
-        <h1>Top<a class="headerlink" href="#top">¶</a></h1>
-        <p>Hello <b>wor</b>ld,<br>next &amp; last.</p><p hidden>no</p><div style="Display: none"><p>no</p></div>
-        <ul><li>one</li><li>two<ol><li>first<li>second</ol></li></ul>
-        <script>no()</script><!-- no --><svg><title>no</title></svg>
-        <pre>  if x:
-    y</pre><h3>Down</h3>Loose text <div>in a <span>block</span></div>""",
-    )
+    document = one(Path(__file__).with_name("files") / "page.html")
     assert document.text == (
         "Top\n\nHello world,\nnext & last.\n- one\n- two\n1. first\n2. second\n\n  if x:\n    y\n\n"
         "Down\n\nLoose text\n\nin a block"
@@ -139,47 +129,22 @@ def test_a_word_file_reads_in_its_order(tmp_path: Path) -> None:
 
 def test_sentences_of_a_pdf_are_whole(tmp_path: Path) -> None:
     """Every line of a PDF was a sentence of its own, and "compu-" and "ter" were two words."""
-    first = [
-        "1 Introduction",
-        "The committee met in Berlin and discussed the compu-",
-        "ter of the year (2020). It was the well-known and well-",
-        "known machine. Its price, 900 EUR, was too high for",
-        "Anna.",
-        "- one thing",
-        "- another thing",
-    ]
-    second = ["Methods", "We measured again and again, until there was no end to", "it. Then we rested.", "2.1 Rest"]
+    first, second, text = PAGES["sentences of a PDF"]
     path = write_pdf(
         tmp_path / "a.pdf", first, second, title="A paper", outline=[("Introduction", 0), ("Methods", 1), ("?", 1)]
     )
     document = one(path)
-    assert document.text == (
-        "1 Introduction\n\nThe committee met in Berlin and discussed the computer of the year (2020). It was the well-known "
-        "and well-known machine. Its price, 900 EUR, was too high for Anna.\n\n- one thing\n\n- another thing\n\n"
-        "Methods\n\nWe measured again and again, until there was no end to it. Then we rested.\n\n2.1 Rest"
-    )
+    assert document.text == text
     assert (document.title, document.metadata) == ("A paper", {"pages": 2})
     assert titles(document) == [(1, "Introduction", 0), (2, "Methods", document.text.index("Methods"))]
 
 
 def test_a_pdf_is_read_without_running_titles_and_with_its_large_lines_as_headings(tmp_path: Path) -> None:
     """Page numbers and running titles stood inside sentences, and passages of a PDF without an outline had no heading."""
-    bodies = [
-        ["# Opening hours", "The mill opens at nine on every day of the week and it clos-"],
-        [
-            "es when the wheel of the mill stands still.",
-            "# Prices",
-            "A sack of flour costs nine shillings at the door.",
-        ],
-        ["No sack is sold to a customer who has not paid before."],
-    ]
+    *bodies, text = PAGES["large lines of a PDF"]
     pages = [["The Mill Company", *body, f"Page {n}"] for n, body in enumerate(bodies, 1)]
     document = one(write_pdf(tmp_path / "a.pdf", *pages))
-    assert document.text == (
-        "Opening hours\n\nThe mill opens at nine on every day of the week and it closes when the wheel of the mill stands "
-        "still.\n\nPrices\n\nA sack of flour costs nine shillings at the door.\n\nNo sack is sold to a customer who has not "
-        "paid before."
-    )
+    assert document.text == text
     assert titles(document) == [(1, "Opening hours", 0), (1, "Prices", document.text.index("Prices"))]
 
 
