@@ -36,7 +36,7 @@ from ragspec.retrieval.search.segment_search import (
     RetrievalMode,
     SearchResult,
     SearchScope,
-    ShardLike,
+    SplitShard,
 )
 
 ProgressCallback = Callable[[int, int], None]
@@ -94,6 +94,9 @@ class GenerationView(Protocol):
 class Retriever:
     """Searches the generation that is current when a query arrives. Safe to call from several threads."""
 
+    is_elsewhere = False
+    """Whether searches run outside this process."""
+
     def __init__(
         self,
         encoder: TextEncoder,
@@ -101,7 +104,7 @@ class Retriever:
         config: RetrieverConfig | None = None,
         *,
         reranker: Reranker | None = None,
-        shard: Callable[[Store], ShardLike] | None = None,
+        shard: Callable[[Store], SplitShard] | None = None,
         follow: bool = True,
     ) -> None:
         """`shard` opens the segments of a generation; None: in this process. `follow` False: keep the generation of `store`.
@@ -136,11 +139,6 @@ class Retriever:
     def store(self) -> Store:
         """The current generation; without segments if they are searched elsewhere. Raises: StoreError."""
         return self._current().store
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether searches run outside this process."""
-        return False
 
     @property
     def relevance(self) -> Relevance | None:

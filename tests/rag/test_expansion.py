@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from letter_encoder import LetterEncoder
 from prompt_tokenizers import CHAT
+from split_shards import one_each
 
 from ragspec.config import ChatConfig, ChunkingConfig, IndexConfig, RetrieverConfig
 from ragspec.core import Block, BlockKind, Document, Heading, Message, Passage, SamplingParams, blocks_in
@@ -23,7 +24,7 @@ from ragspec.retrieval.expansion import WidePassage, is_part, joined, widths
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever
-from ragspec.retrieval.search.segment_search import SearchScope, Shard
+from ragspec.retrieval.search.segment_search import SearchScope
 
 CHUNKING = ChunkingConfig(max_chars=45)
 OVERLAPPING = ChunkingConfig(max_chars=90, overlap_chars=45)
@@ -72,7 +73,7 @@ def store(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 def retriever(store: Store, expand_passages: int) -> Retriever:
     config = RetrieverConfig(mode="dense", expand_passages=expand_passages)
-    return Retriever(LetterEncoder(), store, config, shard=lambda s: Shard([Shard.open([x]) for x in s.segments]))
+    return Retriever(LetterEncoder(), store, config, shard=one_each)
 
 
 def found(store: Store, query: str, k: int, expand_passages: int, tenant: str = "") -> list[Passage]:

@@ -214,7 +214,7 @@ def test_masks_are_kept_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> Non
         first[0] = True
     for n in range(5):
         found.matches(parse_filter(year(n)))
-    assert found._mask.cache_info().currsize == 2
+    assert found.matches.cache_info().currsize == 2
 
 
 def test_threads_share_columns() -> None:

@@ -63,7 +63,7 @@ def test_without_faiss_there_is_no_gpu_and_no_error(monkeypatch: pytest.MonkeyPa
     """Exact search needs no FAISS, and looking for a GPU must not ask for it."""
     monkeypatch.setattr(faiss_index, "find_spec", lambda name: None)
     monkeypatch.setattr(faiss_index, "load_faiss", lambda: pytest.fail("imported"))
-    assert faiss_index.num_gpus() == 0 and Shard.open([], "auto").segment_names == frozenset()
+    assert faiss_index.num_gpus() == 0 and Shard.open([], "auto").part_of == {}
 
 
 @needs_gpu

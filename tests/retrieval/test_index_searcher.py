@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from letter_encoder import LetterEncoder
+from split_shards import one_each
 
 from ragspec.config import ChunkingConfig, DenseConfig, IndexConfig, RetrieverConfig
 from ragspec.core import Document
@@ -62,7 +63,7 @@ def _small_depths(monkeypatch: pytest.MonkeyPatch) -> None:
 def retrievers(folder: Path, mode: Any, **options: Any) -> list[Retriever]:
     """The same index as one shard and as one a segment."""
     store = Store.open(folder)
-    shards = [Shard.open(store.segments), Shard([Shard.open([live]) for live in store.segments])]
+    shards = [Shard.open(store.segments), one_each(store)]
     config = RetrieverConfig(mode=mode)
     return [Retriever(LetterEncoder(), store, config, shard=lambda _, one=one: one, **options) for one in shards]
 

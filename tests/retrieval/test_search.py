@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from letter_encoder import CoarseEncoder, LetterEncoder
+from split_shards import one_each
 
 from ragspec.config import ChunkingConfig, DenseConfig, IndexConfig, RetrieverConfig
 from ragspec.core import Document, Passage
@@ -85,8 +86,7 @@ def test_every_layout_gives_the_same_passages_and_scores(
     expected = None
     for folder in layouts:
         store = Store.open(folder)
-        one_each = [Shard.open([live]) for live in store.segments]
-        for shard in (Shard.open(store.segments), Shard([Shard(one_each[:1]), Shard(one_each[1:])])):
+        for shard in (Shard.open(store.segments), one_each(store)):
             retriever = Retriever(CoarseEncoder(), store, config, shard=lambda _, shard=shard: shard)
             together = passages(retriever.retrieve(QUERIES, 12, scope).passages)
             alone = [passages(retriever.retrieve([query], 12, scope).passages)[0] for query in QUERIES]
@@ -172,7 +172,7 @@ def test_a_shard_that_lost_its_generation_is_asked_for_the_newer_one(layouts: li
 
     def shard(store: Store) -> Shard:
         opened.append(store)
-        return Losing([Shard.open(store.segments)])
+        return Losing.open(store.segments)
 
     store = Store.open(layouts[0])
     retriever = Retriever(CoarseEncoder(), store, RetrieverConfig(mode="dense"), shard=shard)
@@ -252,7 +252,7 @@ def test_an_approximate_index_is_one_truth_too(tmp_path: Path, monkeypatch: pyte
         assert kind == "ivf" or first.nearest(on_gpu=True) is first.nearest(), (
             "searchers of both kinds share what has one form"
         )
-        for shard in (Shard.open(store.segments), Shard([Shard.open([live]) for live in store.segments])):
+        for shard in (Shard.open(store.segments), one_each(store)):
             retriever = Retriever(encoder, store, RetrieverConfig(mode="dense"), shard=lambda _, shard=shard: shard)
             queries = [f"Text {n}." for n in range(0, 420, 30)]
             found.append(passages(retriever.retrieve(queries, 10).passages))

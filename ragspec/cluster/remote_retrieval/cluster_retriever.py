@@ -55,7 +55,7 @@ class SegmentsMissing(RetrievalError):
 
 
 class ShardedSearch(SplitShard):
-    """A `ShardLike` whose segments are searched remotely, each by the first of its shards that answers."""
+    """A `SplitShard` whose segments are searched remotely, each by the first of its shards that answers."""
 
     def __init__(
         self,
@@ -68,10 +68,6 @@ class ShardedSearch(SplitShard):
         """`orders`: for each segment the shards to call, the `num_replicas` that hold it first; calls alternate between those."""
         self._pool, self._segments, self._orders, self._policy = pool, segments, orders, policy
         self._num_replicas = num_replicas
-
-    @property
-    def segment_names(self) -> frozenset[str]:
-        return frozenset(self._orders)
 
     def ask_all(self, method: str, *arguments: Any) -> list[Any]:
         """The answers of all segments; shards work at the same time."""
@@ -217,6 +213,8 @@ class ClusterRetriever(Retriever):
     States: open -> closed, together with everything that is `pinned`.
     """
 
+    is_elsewhere = True
+
     def __init__(
         self,
         config: RetrieverConfig,
@@ -255,10 +253,6 @@ class ClusterRetriever(Retriever):
         except BaseException:
             self.close()
             raise
-
-    @property
-    def is_elsewhere(self) -> bool:
-        return True
 
     def close(self) -> None:
         """Calls that run get a RetrievalError. The actors live on."""

@@ -19,7 +19,7 @@ from ragspec.config import RetrieverConfig
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.rerank import PairScoring, PairsToScore, Reranker
 from ragspec.retrieval.search.index_searcher import IndexSearcher
-from ragspec.retrieval.search.segment_search import Device, Lookup, SearchResult, Shard, ShardLike
+from ragspec.retrieval.search.segment_search import Device, Lookup, SearchResult, SegmentSearcher, Shard
 
 _GENERATIONS_KEPT = 3
 """The generation being opened, the one before it, and one that a reader still uses."""
@@ -69,12 +69,12 @@ class OpenGeneration:
         """`others`: stores whose segments are shared instead of opened again. Raises: StoreError."""
         self._segment_set, self._others = segments, others
         self._manifest = Store.open(segments.index_dir, pointer=segments.pointer, only=frozenset())
-        self._parts: dict[str, ShardLike] = {}
+        self._parts: dict[str, SegmentSearcher] = {}
         self._searchers: dict[tuple[RetrieverConfig, tuple[str, ...]], IndexSearcher] = {}
         self._lock = threading.Lock()
         self.stores: list[Store] = []
 
-    def parts(self, names: Sequence[str]) -> list[ShardLike]:
+    def parts(self, names: Sequence[str]) -> list[SegmentSearcher]:
         """These segments, opened if they are not open yet. Raises: StoreError, ConfigError."""
         with self._lock:
             if missing := frozenset(names) - self._parts.keys():
@@ -137,7 +137,7 @@ class ShardActor(WorkerActor):
         return [None] * len(segments.names)
 
     def search(self, segments: SegmentSet, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
-        """For each segment the answer of this method of a `ShardLike` to its own arguments. Raises: StoreError, ConfigError."""
+        """For each segment the answer of this method of its searcher to its own arguments. Raises: StoreError, ConfigError."""
         parts = self._cache.get(segments).parts(segments.names)
         return [getattr(part, method)(*map(_writable, own)) for part, own in zip(parts, arguments, strict=True)]
 

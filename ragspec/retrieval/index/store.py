@@ -62,7 +62,7 @@ class IndexSegment:
         """Map the files. Their hashes must have been compared. Raises: StoreCorrupt if they do not fit together."""
         if set(record.files) - {DENSE} != FILES:
             raise StoreCorrupt(f"{folder}: the manifest lists {sorted(record.files)}, not {sorted(FILES)}")
-        self.folder, self.record = folder, record
+        self.folder, self.record, self.name = folder, record, record.name
         self._dense = dense
         self._nearest: dict[bool, DenseIndex] = {}
         self.vectors: FloatArray = mapped_array(folder / VECTORS)
@@ -73,15 +73,7 @@ class IndexSegment:
         if found != ((record.num_passages, dimension), record.num_passages, record.num_documents, record.num_passages):
             raise StoreCorrupt(f"{folder} does not hold what its manifest says: {found}")
         self.spans: NDArray[np.int64] = np.column_stack([_numbers(self.passages[name]) for name in _SPANS])  # [K, 6]
-
-    @property
-    def name(self) -> str:
-        return self.record.name
-
-    @property
-    def document_of(self) -> NDArray[np.int64]:
-        """The document of each row, ascending. Shapes: [K]."""
-        return self.spans[:, 0]
+        self.document_of = self.spans[:, 0]  # of each row, ascending: [K]
 
     def nearest(self, on_gpu: bool = False) -> DenseIndex:
         """The index that searches the vectors. HNSW stays on the CPU, since FAISS has it only there. Raises: StoreCorrupt."""

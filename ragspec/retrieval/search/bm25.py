@@ -114,11 +114,7 @@ class Postings:
             raise StoreCorrupt(f"the postings in {folder} do not fit together")
         terms, term_offsets, self.offsets, self.rows, self.counts, self.lengths = (a.view(np.ndarray) for a in arrays)
         self.terms = _Terms(terms, term_offsets)
-        self._longest = int(self.lengths.max(initial=0))
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.lengths)
+        self.num_rows, self._longest = len(self.lengths), int(self.lengths.max(initial=0))
 
     def postings(self, term: str) -> slice:
         """The slice of `rows` and `counts` that holds the postings of `term`; empty for an unknown term.

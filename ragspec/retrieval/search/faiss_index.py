@@ -190,14 +190,10 @@ class GpuIndex:
         float32 score, within a known error."""
         self._index = index
         self._vectors = vectors
+        self.num_bytes = vectors.nbytes  # of a GPU, at most
         _living.add(self)
         self._on_cpu = on_cpu
         self._max_error = float32_error_bound(vectors.shape[1]) if on_cpu is None else None
-
-    @property
-    def num_bytes(self) -> int:
-        """Of a GPU, at most."""
-        return self._vectors.nbytes
 
     @classmethod
     def flat(cls, vectors: FloatArray) -> Self:

@@ -227,14 +227,11 @@ class DocumentColumns:
         """`documents`: with the columns id, title, source and metadata (JSON)."""
         self._documents = documents
         self._read: dict[str, Columns] = {}  # by the name of a text; those of the metadata by ""
-        self._mask = lru_cache(_MASKS_KEPT)(self._mask_of)
+        self.matches = lru_cache(_MASKS_KEPT)(self._mask_of)
         self._lock = threading.Lock()
 
-    def matches(self, filter: Filter) -> Mask:
-        """Which documents the filter holds for. Shapes: returns [num_documents] bool, read-only."""
-        return self._mask(filter)
-
     def _mask_of(self, filter: Filter) -> Mask:
+        """Which documents the filter holds for. Shapes: returns [num_documents] bool, read-only."""
         mask = self._evaluate(filter)
         mask.flags.writeable = False
         return mask

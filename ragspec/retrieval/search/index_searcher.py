@@ -38,7 +38,7 @@ from ragspec.retrieval.search.segment_search import (
     SearchResult,
     SearchScope,
     Shard,
-    ShardLike,
+    SplitShard,
 )
 
 
@@ -64,7 +64,7 @@ class IndexSearcher:
         config: RetrieverConfig,
         *,
         scoring: PairScoring | None = None,
-        shard: ShardLike | None = None,
+        shard: SplitShard | None = None,
     ) -> None:
         """`scoring` reranks; `shard` holds the segments; None: this process does. Raises: ConfigError, StoreCorrupt."""
         self.store = store

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -127,17 +127,13 @@ class SegmentSearcher:
 
     def __init__(self, live: LiveSegment, on_gpu: bool) -> None:
         """Load all that the first search would otherwise wait for. Raises: StoreCorrupt."""
-        self._segment = live.segment
+        self._segment, self.name = live.segment, live.segment.name
         self._nearest = live.segment.nearest(on_gpu)
         _ = live.segment.ids, live.segment.owners
         self._live_rows = None if live.is_live.all() else live.live_rows()
         self._allowed = lru_cache(_SCOPES_KEPT)(self._allowed_rows)
         self._frequency = lru_cache(_FREQUENCIES_KEPT)(self._frequency_of)
         self._size = lru_cache(_SCOPES_KEPT)(self._size_of)
-
-    @property
-    def segment_names(self) -> frozenset[str]:
-        return frozenset({self._segment.name})
 
     def dense(self, queries: FloatArray, k: int, scope: SearchScope) -> list[list[SearchHit]]:
         return [self._hits(scored, k) for scored in self._nearest.search(queries, k, self._allowed(scope))]
@@ -193,10 +189,6 @@ class SegmentSearcher:
 class SplitShard(ABC):
     """Some segments of one generation, each in a part."""
 
-    @property
-    @abstractmethod
-    def segment_names(self) -> frozenset[str]: ...
-
     @abstractmethod
     def ask_all(self, method: str, *arguments: Any) -> list[Any]:
         """The answer of every part."""
@@ -226,21 +218,16 @@ class SplitShard(ABC):
         return self.read_hits("vectors", hits)
 
 
-ShardLike: TypeAlias = SegmentSearcher | SplitShard
-"""Some segments of one generation: one, or more in a `Shard` or on remote shards."""
-
-
 def _merged(parts: Sequence[list[list[SearchHit]]], num_queries: int, k: int) -> list[list[SearchHit]]:
     """The best `k` of each query over several parts."""
     return [sorted(hit for part in parts for hit in part[number])[:k] for number in range(num_queries)]
 
 
 class Shard(SplitShard):
-    """Some segments of one generation, or several shards as one. Safe to call from several threads."""
+    """Some segments of one generation, in this process. Safe to call from several threads."""
 
-    def __init__(self, parts: Sequence[ShardLike]) -> None:
-        self._parts = parts
-        self.part_of = {name: part for part in parts for name in part.segment_names}
+    def __init__(self, parts: Sequence[SegmentSearcher]) -> None:
+        self.part_of = {part.name: part for part in parts}
 
     @classmethod
     def open(
@@ -257,12 +244,8 @@ class Shard(SplitShard):
             [SegmentSearcher(live, on_gpu and fits(live.segment.vectors, gpu_memory_bytes)) for live in segments]
         )
 
-    @property
-    def segment_names(self) -> frozenset[str]:
-        return frozenset(self.part_of)
-
     def ask_all(self, method: str, *arguments: Any) -> list[Any]:
-        return [getattr(part, method)(*arguments) for part in self._parts]
+        return [getattr(part, method)(*arguments) for part in self.part_of.values()]
 
     def read_hits(self, method: str, hits: Sequence[SearchHit], *arguments: Any) -> list[Any]:
         return [found for hit in hits for found in getattr(self.part_of[hit.segment], method)([hit], *arguments)]
