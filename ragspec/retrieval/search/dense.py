@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ragspec.errors import ConfigError, StoreCorrupt
+from ragspec.errors import StoreCorrupt
 from ragspec.numerics.compiled import compiled
 from ragspec.numerics.threads import compute_threads, num_processors
 from ragspec.retrieval.encoder import FloatArray
@@ -31,15 +31,6 @@ _ROWS_FOR_THREADS = 250_000
 """Scores of a search that are computed without threads: starting these takes up to a few milliseconds on a busy machine."""
 FEW_ROWS_SHARE = 0.05
 """At most this share of allowed rows is scanned without the index."""
-
-
-def load_faiss() -> Any:
-    """The module, imported when an index needs it. Raises: ConfigError if it is not installed."""
-    try:
-        import faiss
-    except ImportError as cause:
-        raise ConfigError("this index needs FAISS: install ragspec[cpu] or ragspec[gpu]") from cause
-    return faiss
 
 
 class ScoredRows(NamedTuple):

@@ -42,7 +42,6 @@ from ragspec.retrieval.search.dense import (
     ScoredRows,
     canonical_scores,
     float32_error_bound,
-    load_faiss,
     rescoring_depth,
     search_rows,
     top_k,
@@ -53,6 +52,15 @@ EF_CONSTRUCTION = 200
 EF_SEARCH = 128
 _TRAINING_ROWS_PER_LIST = 64
 _ROWS_AT_ONCE = 65_536
+
+
+def load_faiss() -> Any:
+    """The module, imported when an index needs it. Raises: ConfigError if it is not installed."""
+    try:
+        import faiss
+    except ImportError as cause:
+        raise ConfigError("this index needs FAISS: install ragspec[cpu] or ragspec[gpu]") from cause
+    return faiss
 
 
 def build_faiss_index(folder: Path, config: DenseConfig) -> None:
