@@ -247,14 +247,8 @@ class Encoder(RowInvariantModel):
     @classmethod
     def load(cls, config: EncoderConfig) -> Encoder:
         """Raises: ModelError if the weights are missing, are not the published ones, or are no text encoder."""
-
-        def load() -> Any:
-            if config.model == PACKAGED_MODEL:
-                return load_packaged(packaged_folder())
-            return _published_model(config.model)
-
         with model_loading(f"{config.model} cannot be loaded as an encoder"):
-            return cls(run_in_thread(load, num_processors()), config)
+            return cls(run_in_thread(lambda: _loaded_model(config.model), num_processors()), config)
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         """Tokens of each text as a document, uncut; special tokens and the prefix of documents included.
@@ -308,7 +302,9 @@ class Encoder(RowInvariantModel):
         return normalised
 
 
-def _published_model(path: str) -> Any:
+def _loaded_model(path: str) -> Any:
+    if path == PACKAGED_MODEL:
+        return load_packaged(packaged_folder())
     from sentence_transformers import SentenceTransformer  # Why: three seconds, only when an encoder is wanted
 
     model = SentenceTransformer(path, device="cpu", local_files_only=Path(path).exists()).float()
