@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import heapq
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -124,27 +125,23 @@ def compile_samplers() -> None:
 
 
 class TokenCounts:
-    """How often each token occurred: in the prompt or output (repetition) and in the output (presence, frequency)."""
+    """The tokens of prompt and output (repetition), and how often each is in the output (presence, frequency)."""
 
     def __init__(self, prompt_ids: tuple[int, ...], output_ids: list[int]) -> None:
-        self._seen: dict[int, int] = {}
-        self._output: dict[int, int] = {}
-        for token in prompt_ids:
-            self._seen[token] = self._seen.get(token, 0) + 1
-        for token in output_ids:
-            self.push(token)
+        self._seen = dict.fromkeys((*prompt_ids, *output_ids))
+        self._output = Counter(output_ids)
 
     def after(self, tokens: list[int]) -> TokenCounts:
         """A copy with further output tokens."""
         later = copy.copy(self)
-        later._seen, later._output = dict(self._seen), dict(self._output)
+        later._seen, later._output = self._seen.copy(), self._output.copy()
         for token in tokens:
             later.push(token)
         return later
 
     def push(self, token: int) -> None:
-        self._seen[token] = self._seen.get(token, 0) + 1
-        self._output[token] = self._output.get(token, 0) + 1
+        self._seen[token] = None
+        self._output[token] += 1
 
     def repeated(self, params: SamplingParams) -> NDArray[np.int64]:
         """The ids that the repetition penalty changes."""
@@ -152,7 +149,7 @@ class TokenCounts:
 
     def penalties(self, params: SamplingParams) -> tuple[NDArray[np.int64], Logits]:
         """Ids, and the presence and frequency penalties that their logits lose."""
-        output = self._output if params.presence_penalty or params.frequency_penalty else {}
+        output = self._output if params.presence_penalty or params.frequency_penalty else Counter[int]()
         counts = np.fromiter(output.values(), np.float32)
         amounts = np.float32(params.presence_penalty) + np.float32(params.frequency_penalty) * counts
         return np.fromiter(output, np.int64), amounts
