@@ -8,7 +8,6 @@ The default sampler (`sampling`) needs neither. Everything here is float64; no f
 
 import enum
 import math
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,16 +68,6 @@ def _ranked_out(x: Floats, params: SamplingParams) -> NDArray[np.int64]:
     return order[num_kept:]
 
 
-class RandomSource(Protocol):
-    """The only source of randomness of a rule; a test can replace it and follow every branch."""
-
-    def bernoulli(self, threshold: float) -> bool:
-        """True with probability `threshold`: never at 0, always at 1."""
-
-    def categorical(self, weights: Probs) -> int:
-        """A token with a probability in proportion to its weight; never one of weight 0. Shape: [V], sum above 0."""
-
-
 class RandomStream(enum.IntEnum):
     """The purpose of a random number. Streams of one output token are independent of each other and of its Gumbel noise."""
 
@@ -87,7 +76,9 @@ class RandomStream(enum.IntEnum):
 
 
 class KeyedRandom:
-    """Number n is a pure function of (seed, choice, output index, stream, n), so a repeated step draws the same numbers.
+    """The only source of randomness of a rule; a test can replace it and follow every branch.
+
+    Number n is a pure function of (seed, choice, output index, stream, n), so a repeated step draws the same numbers.
 
     Every step decides at least one token, so no two steps share a number.
     """
@@ -104,21 +95,23 @@ class KeyedRandom:
         return bits * _TWO_TO_MINUS_53
 
     def bernoulli(self, threshold: float) -> bool:
+        """True with probability `threshold`: never at 0, always at 1."""
         return self.uniform() < threshold
 
     def categorical(self, weights: Probs) -> int:
+        """A token with a probability in proportion to its weight; never one of weight 0. Shape: [V], sum above 0."""
         if not isinstance(weights, np.ndarray):
             return weights.index_at(self.uniform())
         mass = np.cumsum(weights)
         return int(np.searchsorted(mass, self.uniform() * mass[-1], side="right"))
 
 
-def draw_iid(draft_probs: Probs, count: int, random: RandomSource) -> tuple[int, ...]:
+def draw_iid(draft_probs: Probs, count: int, random: KeyedRandom) -> tuple[int, ...]:
     """`count` independent draws; a token may come more than once. Shape: [V] -> [count]."""
     return tuple(random.categorical(draft_probs) for _ in range(count))
 
 
-def draw_without_replacement(draft_probs: Probs, count: int, random: RandomSource) -> tuple[int, ...]:
+def draw_without_replacement(draft_probs: Probs, count: int, random: KeyedRandom) -> tuple[int, ...]:
     """Distinct tokens in the order drawn; fewer than `count` if fewer have a probability. Shape: [V] -> [up to count].
 
     The same distribution as ranking by log probability plus Gumbel noise, with one random number a token instead of one an id.

@@ -28,7 +28,7 @@ from ragspec.errors import InputError
 from ragspec.numerics.backend import LogitRows
 from ragspec.speculation import CHAIN_RULES, LOSSY_RULES, AcceptanceRule
 from ragspec.tree import DraftTree, Draw, Probs
-from ragspec.verification.probabilities import KeyedRandom, RandomSource, RandomStream, row_probs
+from ragspec.verification.probabilities import KeyedRandom, RandomStream, row_probs
 from ragspec.verification.sampling import ChoiceSampler, Logits
 from ragspec.verification.verify import VerifyResult
 
@@ -93,7 +93,7 @@ class TreeWalk:
     """
 
     def __init__(
-        self, tree: DraftTree, draws: Mapping[int, Draw], probs_at: Callable[[int], Probs], random: RandomSource
+        self, tree: DraftTree, draws: Mapping[int, Draw], probs_at: Callable[[int], Probs], random: KeyedRandom
     ) -> None:
         self._tree, self._draws, self._random = tree, draws, random
         self._probs_at = functools.cache(probs_at)
@@ -208,7 +208,7 @@ def rejection_sample(
     tree: DraftTree,
     draws: Mapping[int, Draw],
     probs_at: Callable[[int], Probs],
-    random: RandomSource,
+    random: KeyedRandom,
     most_tokens: int,
 ) -> VerifyResult:
     """Accept a path of a draft and add the token after it; at most `most_tokens` tokens are decided.

@@ -19,7 +19,6 @@ from ragspec.speculation import AcceptanceRule
 from ragspec.tree import DraftTree, Draw
 from ragspec.verification.probabilities import (
     KeyedRandom,
-    RandomSource,
     RandomStream,
     draw_iid,
     draw_without_replacement,
@@ -176,7 +175,7 @@ def test_greedy_outputs_are_those_of_the_keyed_sampler(rule: AcceptanceRule) -> 
 
 
 def decoded(
-    request: Request, seed: int, output: list[int], table: np.ndarray, draft_chance: Callable[[int], RandomSource]
+    request: Request, seed: int, output: list[int], table: np.ndarray, draft_chance: Callable[[int], KeyedRandom]
 ) -> list[int]:
     """Output tokens until there are `max_tokens`, with one chain of two drawn tokens a step."""
     sampler = RejectionSampler(request, AcceptanceRule.BLOCK, seed, 0, (0,), output)
@@ -197,7 +196,7 @@ def test_a_seed_and_its_drafts_give_the_output_again() -> None:
     table = np.random.default_rng(3).normal(0, 1.0, (7, 7)).astype(np.float32)
     request = Request("a", (1, 2), NOISY)
 
-    def chance_of(seed: int) -> Callable[[int], RandomSource]:
+    def chance_of(seed: int) -> Callable[[int], KeyedRandom]:
         return lambda index: KeyedRandom(seed, 0, index, RandomStream.DRAFT)
 
     outputs = [decoded(request, seed, [], table, chance_of(seed)) for seed in (5, 5, 6)]
@@ -221,7 +220,7 @@ def outputs_of(draft_stream: RandomStream) -> np.ndarray:
     return np.array(list(counts.values()))
 
 
-def one_step(sampler: RejectionSampler, known: Prefix, chance: RandomSource) -> list[int]:
+def one_step(sampler: RejectionSampler, known: Prefix, chance: KeyedRandom) -> list[int]:
     probs = CASES["random 2"].draft[known]
     draft = Drafted(DraftTree(0), {}, [()])
     grow(draft, 0, Draw(draw_iid(probs, 1, chance), probs))
