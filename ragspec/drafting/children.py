@@ -114,16 +114,15 @@ class Coupling:
         edits = logit_edits(sequence.request.params, _counts(sequence))
         if edits is None or len(self._ids) == self._vocab_size:
             return edits
-        (penalised, penalties), (biased, biases) = edits.penalties, edits.biases
-        places = [np.searchsorted(self._ids, ids) for ids in (edits.repeated, penalised, biased)]
-        known = [
-            self._ids[np.minimum(at, len(self._ids) - 1)] == ids
-            for at, ids in zip(places, (edits.repeated, penalised, biased), strict=True)
-        ]
-        repeated, penalised, biased = (at[has] for at, has in zip(places, known, strict=True))
-        return edits._replace(
-            repeated=repeated, penalties=(penalised, penalties[known[1]]), biases=(biased, biases[known[2]])
-        )
+        repeated, _ = self._columns(edits.repeated, edits.repeated)
+        penalties, biases = self._columns(*edits.penalties), self._columns(*edits.biases)
+        return edits._replace(repeated=repeated, penalties=penalties, biases=biases)
+
+    def _columns(self, ids: NDArray[np.int64], amounts: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """Of tokens and their amounts, the ones that the draft vocabulary has; tokens as its columns."""
+        columns = np.minimum(np.searchsorted(self._ids, ids), len(self._ids) - 1)
+        known = self._ids[columns] == ids
+        return columns[known], amounts[known]
 
     def _warped(self, logits: Floats, sequence: SequenceView) -> Floats:
         """Logits with the penalties and biases of the tokens decided so far. Shape: float32 [Vd]."""
@@ -190,13 +189,10 @@ class ChildSampler:
 
     def __init__(self, sequence: SequenceView, draft_ids: NDArray[np.int64], vocab_size: int) -> None:
         params = sequence.request.params
-        self._params: SamplingParams = params
+        self._params, self._counts = params, _counts(sequence)
         self._ids, self._vocab_size = draft_ids, vocab_size
         self._iid = sequence.request.speculation.rule is AcceptanceRule.IID
         self._random = KeyedRandom(params.seed or 0, sequence.key[1], sequence.num_output, RandomStream.DRAFT)
-        self._counts = None
-        if params.has_penalties:
-            self._counts = TokenCounts(sequence.request.prompt_ids, sequence.tokens[sequence.num_prompt :])
 
     def children(self, logits: LogitRows, row: int, count: int) -> DrawnChildren:
         """Shape: float32 [N, Vd]; `row`: of one node."""
