@@ -72,7 +72,7 @@ def test_a_tree_of_nodes_is_what_each_path_alone_would_give(tiny: Tiny, name: st
         above = torch.stack([below[parents[node]] for node in level])
         ids = np.array([drafted[node] for node in level], np.int32)
         depth = len(paths[level[0]])
-        out = network.further(ids, above, cache, rows.level([[paths[node] for node in level]]), depth)
+        out = network.outputs(ids, above, cache, rows.level([[paths[node] for node in level]]), depth)
         below |= {node: out[i] for i, node in enumerate(level)}
         for node in level:
             assert not differs(below[node], wanted[node], dtype)

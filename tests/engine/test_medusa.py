@@ -37,9 +37,9 @@ from ragspec.config import DraftingConfig, DraftTreeConfig, EngineConfig, HeadCo
 from ragspec.core import Request, SamplingParams
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import SequenceView
-from ragspec.drafting.growing.draft import make_shape
+from ragspec.drafting.growing.draft import GrowingDraft, make_shape
 from ragspec.drafting.medusa.checkpoint import read_medusa
-from ragspec.drafting.medusa.drafter import MedusaDraft, MedusaDrafter
+from ragspec.drafting.medusa.drafter import MedusaDrafter
 from ragspec.drafting.medusa.network import PositionNetwork
 from ragspec.drafting.planner import FixedTreePlanner
 from ragspec.engine.loading import load_engine
@@ -88,7 +88,7 @@ class Watched(MedusaDrafter):
         super().__init__(*args, **options)
         self.seen: list[tuple[list[int], torch.Tensor]] = []
 
-    def _draft(self, sequence: SequenceView, *args: Any) -> MedusaDraft | None:
+    def _draft(self, sequence: SequenceView, *args: Any) -> GrowingDraft | None:
         draft = super()._draft(sequence, *args)
         if draft is not None:
             self.seen.append((list(sequence.tokens), draft.memory.state.clone()))

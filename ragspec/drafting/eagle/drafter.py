@@ -317,7 +317,7 @@ class EagleDrafter(PairDrafter[EagleNetwork]):
     def _descend(self, nodes: OpenRows, states: Tensor, metadata: AttentionMetadata, cache: KvPool) -> Tensor:
         """The head's forward over the open nodes. Shapes: [N of the level above, H] -> [N, H]."""
         above = states.index_select(0, self.network.backend.tokens(nodes.above))
-        return self.network.further(nodes.token_ids, above, cache, metadata, nodes.depth)
+        return self.network.outputs(nodes.token_ids, above, cache, metadata, nodes.depth)
 
 
 class PairTimer(Generic[Network]):

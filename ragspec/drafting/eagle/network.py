@@ -248,13 +248,7 @@ class EagleNetwork:
 
         A single row is computed twice where a backend's product takes another path for it.
         """
-        return self._outputs(token_ids, features, cache, metadata, depth=0)
-
-    def further(
-        self, token_ids: Ints | Tensor, states: Tensor, cache: KvPool, metadata: AttentionMetadata, depth: int = 1
-    ) -> Tensor:
-        """Pairs with states that the head itself computed, `depth` levels below the root. Shapes: int32 [N], [N, H] -> [N, H]."""
-        return self._outputs(token_ids, states, cache, metadata, depth)
+        return self.outputs(token_ids, features, cache, metadata, depth=0)
 
     def logits(self, hidden: Tensor) -> LogitRows:
         """Logits of the token after each pair, over the draft vocabulary. Shapes: [N, H] -> float32 [N, Vd]."""
@@ -269,9 +263,13 @@ class EagleNetwork:
         return self._target.logits_of(states.to(self._target.embedding.dtype))
 
     @torch.inference_mode()
-    def _outputs(
+    def outputs(
         self, token_ids: Ints | Tensor, states: Tensor, cache: KvPool, metadata: AttentionMetadata, depth: int
     ) -> Tensor:
+        """Pairs `depth` levels below the root, with states that the head itself computed; at the root, with the target's.
+
+        Shapes: int32 [N], [N, H] or at the root [N, F] -> [N, H].
+        """
         num_rows, tokens = len(token_ids), self.backend.tokens(token_ids)
         if num_rows < self.backend.least_rows:
             tokens, states = tokens.repeat(2), states.repeat(2, 1)

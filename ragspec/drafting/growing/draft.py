@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -204,13 +204,6 @@ def _starts(lengths: Sequence[int]) -> Ints:
 GREEDY, WITH_NOISE, WITHOUT_NOISE, DRAWN = range(4)
 
 
-class DraftMemory(Protocol):
-    """What a drafter knows of one sequence. `end`: the position after the last token that its network may read."""
-
-    @property
-    def end(self) -> int: ...
-
-
 class OpenNode(NamedTuple):
     """A node whose children come next. `number`: index in the proposals, -1 for the root; `row`: its parent's row of logits.
 
@@ -264,9 +257,12 @@ class OpenRows(NamedTuple):
 
 
 class GrowingDraft:
-    """Starts as the root alone and grows to at most `max_depth` levels. `scratch`: slots for the keys of its nodes."""
+    """Starts as the root alone and grows to at most `max_depth` levels. `scratch`: slots for the keys of its nodes.
 
-    def __init__(self, sequence: SequenceView, memory: DraftMemory, settings: DraftSettings, num_levels: int) -> None:
+    `memory`: what the drafter knows of the sequence; its `end` is the position after the last token that the network may read.
+    """
+
+    def __init__(self, sequence: SequenceView, memory: Any, settings: DraftSettings, num_levels: int) -> None:
         self.sequence, self.memory, self.settings = sequence, memory, settings
         self.max_depth = min(settings.shape.max_depth, sequence.most_tokens - 1, num_levels)
         self.proposals: list[Proposal] = []

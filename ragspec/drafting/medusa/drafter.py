@@ -31,17 +31,11 @@ class LastState(NamedTuple):
     state: Tensor
 
 
-class MedusaDraft(GrowingDraft):
-    """A draft that grows from one state alone."""
-
-    memory: LastState
-
-
-class MedusaDrafter(GrowingDrafter[MedusaDraft]):
+class MedusaDrafter(GrowingDrafter[GrowingDraft]):
     """See the module."""
 
     name = "medusa"
-    draft_class = MedusaDraft
+    draft_class = GrowingDraft
 
     def __init__(self, network: PositionNetwork, shape: TreeShape, costs: CostTable) -> None:
         super().__init__(np.arange(network.vocab_size), network.vocab_size, shape, costs)
@@ -70,7 +64,7 @@ class MedusaDrafter(GrowingDrafter[MedusaDraft]):
         last = self._states.get(sequence.key)
         return last if last is not None and last.end == len(sequence.tokens) - 1 else None
 
-    def _levels(self, drafts: list[MedusaDraft]) -> Levels:
+    def _levels(self, drafts: list[GrowingDraft]) -> Levels:
         return levels_of(self.network, torch.cat([draft.memory.state for draft in drafts]), drafts)
 
 
