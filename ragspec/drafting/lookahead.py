@@ -27,16 +27,12 @@ _STRIDE = 7_919
 
 
 class LookaheadAcceptance(AcceptanceCells):
-    """Acceptance of an n-gram's tokens by rank and depth, and the worth of a window's row. `worth`: accepted tokens a row."""
+    """Acceptance of an n-gram's tokens by rank and depth, and the worth of a window's row: accepted tokens a row."""
 
     def __init__(self) -> None:
         prior = [0.4 if depth else 0.35 / (rank + 1) for rank in range(_MOST_NGRAMS) for depth in range(_NGRAM - 1)]
         super().__init__(prior, prior_weight=4.0, memory=400.0)
         self._tokens, self._rows = 3.0, 40.0
-
-    @property
-    def worth(self) -> float:
-        return self._tokens / self._rows
 
     def cell(self, rank: int, depth: int) -> int:
         return rank * (_NGRAM - 1) + depth
@@ -44,6 +40,11 @@ class LookaheadAcceptance(AcceptanceCells):
     def learn(self, cell: int, accepted: bool) -> None:
         super().learn(cell, accepted)
         self._tokens += accepted
+
+    def window(self, drafter: str, tokens: SequenceOf[int], first: int) -> list[Proposal]:
+        """A window's rows, one chain behind `first` other proposals."""
+        worth, origin = min(1.0, self._tokens / self._rows), Origin(drafter)
+        return [Proposal(token, first + i - 1 if i else -1, worth, origin) for i, token in enumerate(tokens)]
 
     def note_rows(self, num_rows: int) -> None:
         """A step had so many rows of a window."""
@@ -80,13 +81,8 @@ class _Lookahead:
                     origin = Origin(LookaheadDrafter.name, feedback=Guess(self.acceptance, cell))
                     proposals.append(Proposal(token, parent, prob * chance, origin))
                 parent, prob = known[path], proposals[known[path]].path_prob
-        return proposals + self._chain(len(proposals), min(max_depth, max_nodes))
-
-    def _chain(self, first: int, num_tokens: int) -> list[Proposal]:
-        origin = Origin(LookaheadDrafter.name)
-        guesses = [trail[-1] for trail in self.window[:num_tokens]]
-        worth = min(1.0, self.acceptance.worth)
-        return [Proposal(token, first + i - 1 if i else -1, worth, origin) for i, token in enumerate(guesses)]
+        guesses = [trail[-1] for trail in self.window[: min(max_depth, max_nodes)]]
+        return [*proposals, *self.acceptance.window(LookaheadDrafter.name, guesses, len(proposals))]
 
     def observe(self, nodes: SequenceOf[SequenceOf[int]], num_decided: int) -> None:
         """`nodes`: of every node of the tree its token, its parent, and the target's token behind it."""

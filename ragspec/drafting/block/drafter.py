@@ -131,9 +131,7 @@ class LookAheadDrafter(Drafter):
             prob *= acceptance.probability(cell)
             origin = Origin(self.name, feedback=Guess(acceptance, cell))
             proposals.append(Proposal(token, depth - 1, prob, origin))
-        first, worth, origin = len(proposals), min(1.0, acceptance.worth), Origin(self.name)
-        rows = enumerate(self._rows[:most])
-        return proposals + [Proposal(row, first + i - 1 if i else -1, worth, origin) for i, row in rows]
+        return [*proposals, *acceptance.window(self.name, self._rows[:most], len(proposals))]
 
     def observe(self, sequence: SequenceView, tokens: SequenceOf[int], features: Features) -> None:
         if tokens:
