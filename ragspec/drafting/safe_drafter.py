@@ -31,7 +31,7 @@ class SafeDrafter:
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter, self._last_failure = drafter, ""
-        self.name, self.taps = drafter.name, drafter.taps
+        self.name = drafter.name
         self.num_failures = self._num_in_a_row = 0
         self.prepare, self.start = self._safe(drafter.prepare), self._safe(drafter.start)
         self.observe, self.learn = self._safe(drafter.observe), self._safe(drafter.learn)
