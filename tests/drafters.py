@@ -172,3 +172,17 @@ class Raising(Knowing):
 
     def finish(self, sequence: SequenceView) -> None:
         self._fail("finish")
+
+
+def noted(drafter: Drafter) -> list[tuple[list[int], list[Proposal]]]:
+    """Every later draft, behind the text that it follows."""
+    kept: list[tuple[list[int], list[Proposal]]] = []
+    propose = drafter.propose
+
+    def noting(sequences: Sequence[SequenceView], budget: Budget) -> list[list[Proposal]]:
+        lists = propose(sequences, budget)
+        kept.extend((list(s.tokens), proposals) for s, proposals in zip(sequences, lists, strict=True))
+        return lists
+
+    drafter.propose = noting  # type: ignore[method-assign]
+    return kept

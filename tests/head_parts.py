@@ -6,19 +6,17 @@ from typing import Any
 import numpy as np
 import torch
 from drafting.eagle_heads import random_head
-from drafting.eagle_reference import eagle3_outputs, eagle_outputs
+from drafting.eagle_reference import head_outputs
 from oracle import fresh_forward
 from tiny_target import Free
 
 from ragspec.drafting.cost_model import CostTable
-from ragspec.drafting.drafter import Budget, Drafter, SequenceView
 from ragspec.drafting.eagle.drafter import EagleDrafter
-from ragspec.drafting.eagle.layout import EagleFamily, HeadCheckpoint
+from ragspec.drafting.eagle.layout import HeadCheckpoint
 from ragspec.drafting.eagle.network import EagleNetwork
 from ragspec.drafting.growing.draft import DraftBatch, make_shape
 from ragspec.engine.target import Target
 from ragspec.numerics.kv_cache import KvPool
-from ragspec.tree import Proposal
 
 FAMILIES = ["eagle", "eagle3"]
 TAPS = (0, 1, 2)
@@ -50,8 +48,7 @@ def features_of(target: Target, tokens: Sequence[int], taps: Sequence[int]) -> t
 
 def naive_outputs(target: Target, head: HeadCheckpoint, tokens: Sequence[int], taps: Sequence[int]) -> torch.Tensor:
     features = features_of(target, tokens, taps).double()
-    outputs = eagle_outputs if head.config.family is EagleFamily.EAGLE else eagle3_outputs
-    return outputs(head, target.embedding, tokens, features)
+    return head_outputs(head, target.embedding, tokens, features)
 
 
 class NotesReads:
@@ -105,17 +102,3 @@ class Near(EagleDrafter):
 def near(target: Target) -> Near:
     """Near enough to be accepted, far enough to be rejected."""
     return Near(target, ("dynamic", 3, 2, 3), 0.7)
-
-
-def noted(drafter: Drafter) -> list[tuple[list[int], list[Proposal]]]:
-    """Every later draft, behind the text that it follows."""
-    kept: list[tuple[list[int], list[Proposal]]] = []
-    propose = drafter.propose
-
-    def noting(sequences: Sequence[SequenceView], budget: Budget) -> list[list[Proposal]]:
-        lists = propose(sequences, budget)
-        kept.extend((list(s.tokens), proposals) for s, proposals in zip(sequences, lists, strict=True))
-        return lists
-
-    drafter.propose = noting  # type: ignore[method-assign]
-    return kept

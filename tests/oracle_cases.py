@@ -9,16 +9,15 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from drafters import Half, Perfect, Raising, Random, Wrong
+from drafters import Half, Perfect, Raising, Random, Wrong, noted
 from oracle import Plain, decode
 from tiny_target import SENTENCES, tiny_engine
 
 from ragspec.core import Completion, CopySource, Request, SamplingParams, SourceKind
 from ragspec.drafting.copy import CopyDrafter
-from ragspec.drafting.drafter import Budget, Drafter, SequenceView
+from ragspec.drafting.drafter import Drafter
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
-from ragspec.tree import Proposal
 
 PARAMS = {
     "greedy": SamplingParams(max_tokens=14),
@@ -136,21 +135,11 @@ def params_key(params: SamplingParams) -> str:
 
 def drafts_of(target: Target, drafter: Drafter, before: Sequence[Request], own: Sequence[Request]) -> list[Any]:
     """Every draft for `own`, by the text that it followed, after the requests `before`."""
-    drafts: list[Any] = []
-    propose = drafter.propose
-
-    def noting(sequences: Sequence[SequenceView], budget: Budget) -> list[list[Proposal]]:
-        lists = propose(sequences, budget)
-        for sequence, proposals in zip(sequences, lists, strict=True):
-            nodes = [(p.token_id, p.parent, p.path_prob) for p in proposals]
-            drafts.append((list(sequence.tokens), nodes))
-        return lists
-
     with tiny_engine(target, [drafter]) as engine:
         for request in before:
             engine.generate([request])
-        drafter.propose = noting  # type: ignore[method-assign]
+        drafts = noted(drafter)
         for request in own:
             engine.generate([request])
         assert engine.num_drafter_failures == 0
-    return drafts
+    return [(text, [(p.token_id, p.parent, p.path_prob) for p in nodes]) for text, nodes in drafts]

@@ -6,15 +6,14 @@ Names and sizes are written out from the trainers' code, not taken from the code
     >>> states = block_states(tensors, target.embedding, features, [last_token, *[MASK] * 4])
 """
 
-import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from safetensors.torch import save_file
+from drafting.eagle_heads import layer_shapes, random_tensor, save_files
+from drafting.eagle_reference import layer_output, rms_norm, section
 from torch import Tensor
 
 from ragspec.drafting.block.checkpoint import read_block
@@ -30,6 +29,16 @@ SHAPE: dict[str, Any] = {
     "rope_scaling": None, "layer_types": ["full_attention"] * 2, "max_position_embeddings": 4096, "attention_bias": False,
     "sliding_window": None, "use_sliding_window": False, "max_window_layers": 2, "attention_dropout": 0.0,
 }  # fmt: skip
+ATTENTION = SimpleNamespace(
+    num_heads=HEADS,
+    num_kv_heads=KV_HEADS,
+    head_dim=HEAD_DIM,
+    rms_norm_eps=EPS,
+    rope_theta=THETA,
+    rope={},
+    max_positions=4096,
+    qk_norm=True,
+)
 MARKOV: dict[str, Any] = {"markov_rank": RANK, "markov_head_type": "vanilla", "num_anchors": 512}
 CONFIDENCE: dict[str, Any] = {"enable_confidence_head": True, "confidence_head_with_markov": True}
 BLOCKS: dict[str, Any] = {"block_size": BLOCK, "mask_token_id": MASK}
@@ -57,13 +66,11 @@ FORMS: dict[str, dict[str, Any]] = {
 
 def save_block(folder: Path, form: str, target: Target, seed: int = 0) -> dict[str, Tensor]:
     """A directory in one of FORMS. Returns its tensors."""
-    folder.mkdir(parents=True, exist_ok=True)
     own, sizes = FORMS[form], {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
     raw = {**own, "transformer_layer_config": SHAPE | sizes} if "speculators_config" in own else SHAPE | sizes | own
-    (folder / "config.json").write_text(json.dumps(raw))
     generator = torch.Generator().manual_seed(seed)
-    tensors = {name: _random(size, generator) for name, size in _shapes(form, target).items()}
-    save_file(tensors, folder / "model.safetensors")
+    tensors = {name: random_tensor(size, generator) for name, size in _shapes(form, target).items()}
+    save_files(folder, raw, tensors)
     return tensors
 
 
@@ -72,27 +79,13 @@ def network_for(target: Target, folder: Path, form: str, dtype: torch.dtype | No
     return BlockNetwork(read_block(folder), target, 400, dtype)
 
 
-def _random(size: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    noise = torch.randn(size, generator=generator)
-    return noise / size[-1] ** 0.5 if len(size) == 2 else 1 + 0.2 * noise
-
-
 def _shapes(form: str, target: Target) -> dict[str, tuple[int, ...]]:
     width, vocab, is_eagle = target.hidden_size, target.vocab_size, form.startswith("P-EAGLE")
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (width, len(TAPS) * width), "norm.weight": (width,)}
     for i in range(2):
         layer, inputs = f"layers.{i}.", 2 * width if is_eagle and i == 0 else width
-        shapes |= {
-            f"{layer}self_attn.q_proj.weight": (HEADS * HEAD_DIM, inputs),
-            f"{layer}self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, inputs),
-            f"{layer}self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, inputs),
-            f"{layer}self_attn.o_proj.weight": (width, HEADS * HEAD_DIM),
-            f"{layer}mlp.gate_proj.weight": (BETWEEN, width),
-            f"{layer}mlp.up_proj.weight": (BETWEEN, width),
-            f"{layer}mlp.down_proj.weight": (width, BETWEEN),
-            f"{layer}input_layernorm.weight": (width,),
-            f"{layer}post_attention_layernorm.weight": (width,),
-        }
+        shapes |= layer_shapes(layer, inputs, width, BETWEEN, HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM)
+        shapes[f"{layer}input_layernorm.weight"] = (width,)
         if not is_eagle:
             shapes |= {f"{layer}self_attn.{part}_norm.weight": (HEAD_DIM,) for part in "qk"}
     if is_eagle:
@@ -110,38 +103,11 @@ def _shapes(form: str, target: Target) -> dict[str, tuple[int, ...]]:
 def block_states(tensors: dict[str, Tensor], embedding: Tensor, features: Tensor, block: Sequence[int]) -> Tensor:
     """DFlash and DSpark: the normed states of a block's rows behind the whole text. Shapes: float64 [T, F] -> [B, H]."""
     held = {name: tensor.double() for name, tensor in tensors.items()}
-    text = _norm(features @ held["fc.weight"].T, held["hidden_norm.weight"])
+    text = rms_norm(features @ held["fc.weight"].T, held["hidden_norm.weight"], EPS)
     hidden = held.get("embed_tokens.weight", embedding.double())[list(block)]
+    unseen = torch.zeros([len(text) + len(block)] * 2, dtype=torch.bool)  # each row sees the text and the whole block
     for i in range(2):
-        layer = {name.removeprefix(f"layers.{i}."): x for name, x in held.items() if name.startswith(f"layers.{i}.")}
-        hidden = hidden + _attended(layer, text, _norm(hidden, layer["input_layernorm.weight"]))
-        x = _norm(hidden, layer["post_attention_layernorm.weight"])
-        gated = F.silu(x @ layer["mlp.gate_proj.weight"].T) * (x @ layer["mlp.up_proj.weight"].T)
-        hidden = hidden + gated @ layer["mlp.down_proj.weight"].T
-    return _norm(hidden, held["norm.weight"])
-
-
-def _attended(layer: dict[str, Tensor], text: Tensor, block: Tensor) -> Tensor:
-    """No mask: each row of the block sees the text and the whole block."""
-    rows, num_rows = torch.cat([text, block]), len(block)
-    q, k, v = (
-        (x @ layer[f"self_attn.{part}_proj.weight"].T).unflatten(1, (-1, HEAD_DIM))
-        for part, x in (("q", block), ("k", rows), ("v", rows))
-    )
-    positions = torch.arange(len(rows)).double()
-    q = _rotated(_norm(q, layer["self_attn.q_norm.weight"]), positions[-num_rows:])
-    k = _rotated(_norm(k, layer["self_attn.k_norm.weight"]), positions)
-    k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
-    weights = torch.softmax(torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(HEAD_DIM), -1)
-    return torch.einsum("hqk,khd->qhd", weights, v).flatten(1) @ layer["self_attn.o_proj.weight"].T
-
-
-def _rotated(heads: Tensor, positions: Tensor) -> Tensor:
-    rates = THETA ** (-torch.arange(0, HEAD_DIM, 2).double() / HEAD_DIM)
-    angles = (positions[:, None] * rates).repeat(1, 2)[:, None]
-    first, second = heads.chunk(2, -1)
-    return heads * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
-
-
-def _norm(rows: Tensor, weight: Tensor) -> Tensor:
-    return rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + EPS) * weight
+        layer = section(held, f"layers.{i}.")
+        rows = torch.cat([text, rms_norm(hidden, layer["input_layernorm.weight"], EPS)])
+        hidden = layer_output(ATTENTION, layer, hidden, rows, unseen)
+    return rms_norm(hidden, held["norm.weight"], EPS)

@@ -6,7 +6,7 @@ Names and sizes are written out from the published tables, not taken from the co
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def random_head(
     config = HeadConfig(family, **sizes)
     extras = {"own_embedding": own_embedding, "own_lm_head": own_lm_head, "norms_of_taps": norms_of_taps}
     generator = torch.Generator().manual_seed(seed)
-    tensors = {name: _random_tensor(shape, generator).to(dtype) for name, shape in _shapes(config, **extras).items()}
+    tensors = {name: random_tensor(shape, generator).to(dtype) for name, shape in _shapes(config, **extras).items()}
     if config.draft_vocab_size < config.vocab_size:
         tensors |= _random_maps(config, generator)
     checkpoint = HeadCheckpoint(config, tensors)
@@ -88,7 +88,6 @@ def same(left: HeadCheckpoint, right: HeadCheckpoint) -> bool:
 
 def save_head(folder: Path, checkpoint: HeadCheckpoint, dialect: str = "official") -> None:
     """config.json and model.safetensors as a dialect has them: "official" or "speculators" (EAGLE-3)."""
-    folder.mkdir(parents=True, exist_ok=True)
     config, tensors = checkpoint.config, dict(checkpoint.tensors)
     norms = tensors.pop("fc_norm.weight", None)
     if norms is not None:
@@ -109,6 +108,12 @@ def save_head(folder: Path, checkpoint: HeadCheckpoint, dialect: str = "official
             "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": None}},
             "transformer_layer_config": shape,
         } | flags
+    save_files(folder, raw, tensors)
+
+
+def save_files(folder: Path, raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """A directory with config.json and model.safetensors."""
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(raw, indent=2))
     save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
 
@@ -174,16 +179,8 @@ def _shapes(
     layer, wide = ("layers.0.", hidden) if is_eagle else ("midlayer.", 2 * hidden)
     projected = 2 * hidden if is_eagle else taps * config.target_hidden_size
     shapes: dict[str, tuple[int, ...]] = {} if config.reads_final else {"fc.weight": (hidden, projected)}
-    shapes |= {
-        layer + "self_attn.q_proj.weight": (config.num_heads * config.head_dim, wide),
-        layer + "self_attn.k_proj.weight": (config.num_kv_heads * config.head_dim, wide),
-        layer + "self_attn.v_proj.weight": (config.num_kv_heads * config.head_dim, wide),
-        layer + "self_attn.o_proj.weight": (hidden, config.num_heads * config.head_dim),
-        layer + "mlp.gate_proj.weight": (between, hidden),
-        layer + "mlp.up_proj.weight": (between, hidden),
-        layer + "mlp.down_proj.weight": (hidden, between),
-        layer + "post_attention_layernorm.weight": (hidden,),
-    }
+    sizes = [count * config.head_dim for count in (config.num_heads, config.num_kv_heads)]
+    shapes |= layer_shapes(layer, wide, hidden, between, *sizes)
     heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
     for part, count in heads.items():
         if config.qkv_bias:
@@ -214,7 +211,21 @@ def _shapes(
     }
 
 
-def _random_tensor(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+def layer_shapes(layer: str, inputs: int, width: int, between: int, query: int, key: int) -> dict[str, tuple[int, ...]]:
+    """The products and the second norm of a decoder layer. `inputs`: width of the rows that attend."""
+    return {
+        layer + "self_attn.q_proj.weight": (query, inputs),
+        layer + "self_attn.k_proj.weight": (key, inputs),
+        layer + "self_attn.v_proj.weight": (key, inputs),
+        layer + "self_attn.o_proj.weight": (width, query),
+        layer + "mlp.gate_proj.weight": (between, width),
+        layer + "mlp.up_proj.weight": (between, width),
+        layer + "mlp.down_proj.weight": (width, between),
+        layer + "post_attention_layernorm.weight": (width,),
+    }
+
+
+def random_tensor(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Matrices keep the size of what they multiply; vectors are norms near one."""
     noise = torch.randn(shape, generator=generator)
     return noise / shape[-1] ** 0.5 if len(shape) == 2 and shape[0] > 3 else 1 + 0.2 * noise

@@ -4,7 +4,7 @@ A second implementation, so it shares no code with `ragspec`: attention is a den
 runs its whole path again. Pair t is (what the target computed at token t, token t + 1) at rotary position t.
 
     >>> head = random_head(EagleFamily.EAGLE3, folder)
-    >>> hidden = eagle3_outputs(head, embed, tokens, features)           # [T-1, H], of the pairs
+    >>> hidden = head_outputs(head, embed, tokens, features)             # [T-1, H], of the pairs
     >>> nodes = draft_outputs(head, embed, tokens, features, [5, 9, 3], parents=[-1, -1, 0])
     >>> logits = head_logits(head, nodes)                                # [3, Vd]
 
@@ -12,26 +12,20 @@ Source: EAGLE (arXiv 2401.15077), EAGLE-2 (2406.16858), EAGLE-3 (2503.01840).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ragspec.drafting.eagle.layout import EagleFamily, HeadCheckpoint, HeadConfig
+from ragspec.drafting.eagle.layout import EagleFamily, HeadCheckpoint
 
 
-def eagle_outputs(checkpoint: HeadCheckpoint, embed: Tensor | None, tokens: Sequence[int], features: Tensor) -> Tensor:
-    """What an EAGLE-1/2 head predicts from every pair.
+def head_outputs(checkpoint: HeadCheckpoint, embed: Tensor | None, tokens: Sequence[int], features: Tensor) -> Tensor:
+    """What a head predicts from every pair; of an EAGLE-3 head before its norm.
 
-    Shapes: embed [V, H] of the target (None: the head's own), T tokens, features [T or T-1, H] -> [T-1, H].
+    Shapes: embed [V, H] of the target (None: the head's own), T tokens, features [T or T-1, F] -> [T-1, H].
     """
-    assert checkpoint.config.family is EagleFamily.EAGLE
-    return _outputs(checkpoint, *_pairs(checkpoint, embed, tokens, features))
-
-
-def eagle3_outputs(checkpoint: HeadCheckpoint, embed: Tensor | None, tokens: Sequence[int], features: Tensor) -> Tensor:
-    """The un-normed outputs of an EAGLE-3 head over all pairs. Shapes: features [T or T-1, F] -> [T-1, H]."""
-    assert checkpoint.config.family is EagleFamily.EAGLE3
     return _outputs(checkpoint, *_pairs(checkpoint, embed, tokens, features))
 
 
@@ -62,7 +56,7 @@ def head_logits(checkpoint: HeadCheckpoint, hidden: Tensor, target_lm_head: Tens
     """Logits over the draft vocabulary. Shapes: hidden [N, H], target_lm_head [V, H], where the head uses it -> [N, Vd]."""
     tensors = _wide(checkpoint)
     if checkpoint.config.family is EagleFamily.EAGLE3:
-        hidden = _rms_norm(hidden, tensors["norm.weight"], checkpoint.config.rms_norm_eps)
+        hidden = rms_norm(hidden, tensors["norm.weight"], checkpoint.config.rms_norm_eps)
         if not checkpoint.config.shares_lm_head:
             return hidden @ tensors["lm_head.weight"].T
     weight = target_lm_head.double() if target_lm_head is not None else tensors["lm_head.weight"]
@@ -88,7 +82,7 @@ def _pairs(
 def _feature_norm(features: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Each of the G parts of the features is normed by itself. Shapes: [N, F], weight [G, F / G] -> [N, F]."""
     parts = features.split(weight.shape[1], dim=1)
-    return torch.cat([_rms_norm(part, row, eps) for part, row in zip(parts, weight, strict=True)], 1)
+    return torch.cat([rms_norm(part, row, eps) for part, row in zip(parts, weight, strict=True)], 1)
 
 
 def _chain_output(
@@ -101,7 +95,7 @@ def _chain_output(
         embeddings, _ = _pairs(checkpoint, embed, shown, features.new_zeros(len(shown), config.num_features))
         output = _outputs(checkpoint, embeddings, states, depth)[-1]
         normed = (
-            _rms_norm(output, _wide(checkpoint)["norm.weight"], config.rms_norm_eps) if config.norm_output else output
+            rms_norm(output, _wide(checkpoint)["norm.weight"], config.rms_norm_eps) if config.norm_output else output
         )
         states = torch.cat([states, normed[None]])
     return output
@@ -117,38 +111,40 @@ def _outputs(checkpoint: HeadCheckpoint, embeddings: Tensor, states: Tensor, dep
         residual = inputs
     else:
         prefix = "midlayer."
-        normed = _rms_norm(states, tensors["midlayer.hidden_norm.weight"], eps)
-        inputs = torch.cat([_rms_norm(embeddings, tensors["midlayer.input_layernorm.weight"], eps), normed], 1)
+        normed = rms_norm(states, tensors["midlayer.hidden_norm.weight"], eps)
+        inputs = torch.cat([rms_norm(embeddings, tensors["midlayer.input_layernorm.weight"], eps), normed], 1)
         residual = normed if config.norm_before_residual else states
-    hidden = _layer(config, _section(tensors, prefix), residual, inputs)
+    unseen = torch.ones(len(inputs), len(inputs), dtype=torch.bool).triu(1)
+    if config.window:
+        unseen |= unseen.new_ones(unseen.shape).tril(-config.window)
+    hidden = layer_output(config, section(tensors, prefix), residual, inputs, unseen)
     for later in range(1, 1 if config.positions_per_layer else config.num_layers):
-        layer = _section(tensors, f"layers.{later}.")
-        hidden = _layer(config, layer, hidden, _rms_norm(hidden, layer["input_layernorm.weight"], eps))
+        layer = section(tensors, f"layers.{later}.")
+        hidden = layer_output(config, layer, hidden, rms_norm(hidden, layer["input_layernorm.weight"], eps), unseen)
     return hidden
 
 
-def _section(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def section(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def _layer(config: HeadConfig, layer: dict[str, Tensor], residual: Tensor, inputs: Tensor) -> Tensor:
-    attended = residual + _attention(config, layer, inputs)
-    inner = _rms_norm(attended, layer["post_attention_layernorm.weight"], config.rms_norm_eps)
+def layer_output(config: Any, layer: dict[str, Tensor], residual: Tensor, inputs: Tensor, unseen: Tensor) -> Tensor:
+    """The last R rows. `unseen`: pairs that a row does not attend to. Shapes: [R, H], [P, H or 2H], bool [P, P] -> [R, H]."""
+    attended = residual + _attention(config, layer, inputs, unseen)[-len(residual) :]
+    inner = rms_norm(attended, layer["post_attention_layernorm.weight"], config.rms_norm_eps)
     gate, up = inner @ layer["mlp.gate_proj.weight"].T, inner @ layer["mlp.up_proj.weight"].T
     return attended + (gate * torch.sigmoid(gate) * up) @ layer["mlp.down_proj.weight"].T
 
 
-def _attention(config: HeadConfig, layer: dict[str, Tensor], inputs: Tensor) -> Tensor:
-    """Causal over all pairs. Shapes: [P, H or 2H] -> [P, H]."""
-    num_pairs, width = len(inputs), config.head_dim
+def _attention(config: Any, layer: dict[str, Tensor], inputs: Tensor, unseen: Tensor) -> Tensor:
+    """Shapes: [P, H or 2H], bool [P, P] -> [P, H]."""
+    width, rope = config.head_dim, config.rope
     query, key, value = (
         inputs @ layer[f"self_attn.{name}_proj.weight"].T + layer.get(f"self_attn.{name}_proj.bias", 0.0)
         for name in "qkv"
     )
-    hidden = torch.ones(num_pairs, num_pairs, dtype=torch.bool).triu(1)
-    if config.window:
-        hidden |= torch.ones(num_pairs, num_pairs, dtype=torch.bool).tril(-config.window)
-    rates, stretch = _rates(config)
+    turns = torch.tensor(rates(config.rope_theta, width, rope, config.max_positions), dtype=torch.float64)
+    stretch = 0.1 * math.log(rope["factor"]) + 1.0 if rope.get("rope_type") == "yarn" else 1.0
     heads = []
     for head in range(config.num_heads):
         of_query = slice(head * width, (head + 1) * width)
@@ -157,48 +153,44 @@ def _attention(config: HeadConfig, layer: dict[str, Tensor], inputs: Tensor) -> 
         q, k = query[:, of_query], key[:, of_key]
         if config.qk_norm:
             q, k = (
-                _rms_norm(rows, layer[f"self_attn.{name}_norm.weight"], config.rms_norm_eps)
+                rms_norm(rows, layer[f"self_attn.{name}_norm.weight"], config.rms_norm_eps)
                 for name, rows in (("q", q), ("k", k))
             )
-        scores = stretch**2 * _rotated(q, rates) @ _rotated(k, rates).T
-        scores = (scores / width**0.5).masked_fill(hidden, -torch.inf)
+        scores = stretch**2 * _rotated(q, turns) @ _rotated(k, turns).T
+        scores = (scores / width**0.5).masked_fill(unseen, -torch.inf)
         heads.append(torch.softmax(scores, 1) @ value[:, of_key])
     return torch.cat(heads, 1) @ layer["self_attn.o_proj.weight"].T + layer.get("self_attn.o_proj.bias", 0.0)
 
 
-def _rates(config: HeadConfig) -> tuple[Tensor, float]:
-    """Turns a position of every plane, float64 [head_dim / 2], and the factor of rotated rows, by the published formulas."""
-    half, rope = config.head_dim // 2, config.rope
-    plain = [config.rope_theta ** (-i / half) for i in range(half)]
-    kind, factor = rope.get("rope_type", "default"), rope.get("factor", 1.0)
-    length = rope.get("original_max_position_embeddings", config.max_positions)
-    if kind == "linear":
-        plain = [rate / factor for rate in plain]
+def rates(theta: float, head_dim: int, rope: Mapping[str, Any], max_positions: int) -> list[float]:
+    """Turns a position of every plane, by the published formulas. `rope`: transformers' `rope_parameters`."""
+    half, kind, factor = head_dim // 2, rope.get("rope_type", "default"), rope.get("factor", 1.0)
+    plain = [theta ** (-i / half) for i in range(half)]
+    length = rope.get("original_max_position_embeddings", max_positions)
+    shares = [float(kind == "default")] * half  # of each plane, how much of its plain rate stays
     if kind == "llama3":
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
         shares = [min(1.0, max(0.0, (length * rate / (2 * math.pi) - low) / (high - low))) for rate in plain]
-        plain = [rate * (share + (1 - share) / factor) for rate, share in zip(plain, shares, strict=True)]
     if kind == "yarn":
-        first, last = (
-            half * math.log(length / (turns * 2 * math.pi)) / math.log(config.rope_theta) for turns in (32, 1)
-        )
-        first, last = max(math.floor(first), 0), min(math.ceil(last), config.head_dim - 1)
+        first, last = (half * math.log(length / (turns * 2 * math.pi)) / math.log(theta) for turns in (32, 1))
+        if rope.get("truncate", True):
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, head_dim - 1)
         shares = [1.0 - min(1.0, max(0.0, (i - first) / (last - first or 0.001))) for i in range(half)]
-        plain = [rate * (share + (1 - share) / factor) for rate, share in zip(plain, shares, strict=True)]
-    return torch.tensor(plain, dtype=torch.float64), 0.1 * math.log(factor) + 1.0 if kind == "yarn" else 1.0
+    return [rate * (share + (1 - share) / factor) for rate, share in zip(plain, shares, strict=True)]
 
 
-def _rotated(rows: Tensor, rates: Tensor) -> Tensor:
+def _rotated(rows: Tensor, turns: Tensor) -> Tensor:
     """Row p turned by its position p: components i and i + half form a plane, as Llama has them."""
     half = rows.shape[1] // 2
-    angles = torch.arange(len(rows), dtype=torch.float64)[:, None] * rates
+    angles = torch.arange(len(rows), dtype=torch.float64)[:, None] * turns
     first, second = rows[:, :half], rows[:, half:]
     return torch.cat(
         [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=1
     )
 
 
-def _rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rows / (rows.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
 
 

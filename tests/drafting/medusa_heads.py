@@ -46,14 +46,10 @@ def medusa_tensors(
 
 def save_medusa(folder: Path, tensors: Mapping[str, Tensor], form: str = "pt", **config: Any) -> Path:
     """A directory in one of FORMS. Its config claims two heads, as published ones do, unless `config` says otherwise."""
-    folder.mkdir(parents=True, exist_ok=True)
     raw = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3", **config}
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if value is not ...}))
-    if form == "pt":
-        torch.save(dict(tensors), folder / "medusa_lm_head.pt")
-        return folder
-    if form == "safetensors":
-        save_file(dict(tensors), folder / "medusa_lm_head.safetensors")
+    _save_config(folder, raw)
+    if form in ("pt", "safetensors"):
+        _save_heads(folder / f"medusa_lm_head.{form}", tensors)
         return folder
     ours = {f"medusa_head.{name}": tensor for name, tensor in tensors.items()}
     theirs = {"model.norm.weight": torch.ones(8), "lm_head.weight": torch.full((4, 8), torch.nan)}
@@ -138,17 +134,26 @@ def hydra_plus_tensors(target: Target, num_layers: int = 4) -> Tensors:
 
 def save_hydra(folder: Path, tensors: Mapping[str, Tensor], form: str = "pt", **config: Any) -> Path:
     """A published directory, "pt" or "safetensors". The config has what the tensors show unless `config` says otherwise."""
-    folder.mkdir(parents=True, exist_ok=True)
     heads = {name.split(".")[1] for name in tensors if name.startswith("hydra_lm_head.")}
     layers = [name for name in tensors if name.startswith("hydra_mlp.0.") and name.endswith(".linear.weight")]
     raw = {"hydra_num_heads": len(heads), "hydra_num_layers": len(layers), "hydra_head_arch": "mlp"}
     raw |= {"grounded_heads": any("res_connection" in name for name in tensors), "hidden_state_offset": 0, **config}
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if value is not ...}))
-    if form == "pt":
-        torch.save(dict(tensors), folder / "hydra_lm_head.pt")
-    else:
-        save_file(dict(tensors), folder / "hydra_lm_head.safetensors")
+    _save_config(folder, raw)
+    _save_heads(folder / f"hydra_lm_head.{form}", tensors)
     return folder
+
+
+def _save_config(folder: Path, raw: Mapping[str, Any]) -> None:
+    """Keys with the value `...` are absent."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if value is not ...}))
+
+
+def _save_heads(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    if path.suffix == ".pt":
+        torch.save(dict(tensors), path)
+    else:
+        save_file(dict(tensors), path)
 
 
 def hydra_logits(tensors: Mapping[str, Tensor], states: Tensor, embedded: Tensor, head: int) -> Tensor:

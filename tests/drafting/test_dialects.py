@@ -6,14 +6,14 @@ EAGLE, SpecForge, speculators, ModelOpt, DeepSpec, AngelSlim, TorchSpec, NeMo, S
 """
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from drafting.eagle_heads import LLAMA3, layer_shapes, save_files
+from drafting.eagle_reference import rates
 from torch import Tensor
 
 from ragspec.drafting.eagle.checkpoint import read_head, write_head
@@ -39,11 +39,8 @@ def tensors(
     made |= {"input_norm.weight": (taps * H,)} if norm == "all" else {}
     made |= {f"fc_norm.{i}.weight": (H,) for i in range(taps)} if norm == "each" else {}
     for i in range(layers):
-        width, at = H if i else 2 * H, f"layers.{i}."
-        made |= {f"{at}self_attn.{n}_proj.weight": (size * hd, width) for n, size in (("q", 4), ("k", 2), ("v", 2))}
-        made |= {f"{at}self_attn.o_proj.weight": (H, 4 * hd), f"{at}mlp.down_proj.weight": (H, I)}
-        made |= {f"{at}mlp.{n}_proj.weight": (I, H) for n in ("gate", "up")}
-        made |= {f"{at}{n}_layernorm.weight": (H,) for n in ("input", "post_attention")}
+        at = f"layers.{i}."
+        made |= layer_shapes(at, H if i else 2 * H, H, I, 4 * hd, 2 * hd) | {f"{at}input_layernorm.weight": (H,)}
         made |= {f"{at}self_attn.{n}_norm.weight": (hd,) for n in "qk"} if qk else {}
         sizes = (("q", 4 * hd), ("k", 2 * hd), ("v", 2 * hd), ("o", H))
         made |= {f"{at}self_attn.{n}_proj.bias": (size,) for n, size in sizes} if bias else {}
@@ -57,35 +54,20 @@ def tensors(
     return {prefix + n.removeprefix("layers.0.") if n.startswith("layers.0.") else n: t for n, t in stored.items()}
 
 
-def plain(theta: float, head_dim: int = 16) -> list[float]:
-    return [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+ROPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "llama3": LLAMA3 | {"original_max_position_embeddings": 64},
+    "yarn": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 64},
+}
 
 
-def llama3(theta: float) -> list[float]:
-    """The formula of Llama 3.1 with factors 8, 1 and 4, and 64 original positions."""
-    shares = [min(1.0, max(0.0, (64 * rate / (2 * math.pi) - 1) / (4 - 1))) for rate in plain(theta)]
-    return [rate * (share + (1 - share) / 8) for rate, share in zip(plain(theta), shares, strict=True)]
-
-
-def yarn(theta: float, head_dim: int, truncates: bool) -> list[float]:
-    """The formula of YaRN's paper with a factor of 32, betas 32 and 1, and 64 original positions.
-
-    `truncates`: both limits of the ramp are rounded to whole planes.
-    """
-    first, last = (head_dim * math.log(64 / (turns * 2 * math.pi)) / (2 * math.log(theta)) for turns in (32, 1))
-    if truncates:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, head_dim - 1)
-    shares = [1 - min(1.0, max(0.0, (i - first) / (last - first))) for i in range(head_dim // 2)]
-    return [rate * (share + (1 - share) / 32) for rate, share in zip(plain(theta, head_dim), shares, strict=True)]
-
-
-FORMULAS = {"plain": plain, "llama3": llama3, "yarn": yarn}
+def turns(kind: str, theta: float, head_dim: int = 16, truncate: bool = True) -> list[float]:
+    """A position's turns of each plane, by the published formulas."""
+    return rates(theta, head_dim, ROPES[kind] | {"truncate": truncate}, 0)
 
 
 class Reading(NamedTuple):
-    """`taps`: boundaries behind a layer. `feed`: the normed state is fed back. `frequencies`: formula of the turns a position of
-    each plane, and its arguments."""
+    """`taps`: boundaries behind a layer. `feed`: the normed state is fed back. `frequencies`: arguments of `turns`."""
 
     taps: tuple[int, ...] = (2, 6, 9)
     norm: str = ""
@@ -177,19 +159,17 @@ def test_a_dialect_is_read_as_its_trainer_means_it(name: str, tmp_path: Path) ->
     """A key that is read in another sense, or not at all: the head loads, and only its drafts are worse."""
     given, stored, right = dialect(name)
     option = DIALECTS.get(name, {}).get("norm_output")
-    (tmp_path / "config.json").write_text(json.dumps(given))
-    save_file({n: t.contiguous() for n, t in stored.items()}, tmp_path / "model.safetensors")
+    save_files(tmp_path, given, stored)
     if isinstance(right, str):
         with pytest.raises(ModelError, match=right):
             read_head(tmp_path, norm_output=option)
         return
     config, read = checkpoint = read_head(tmp_path, norm_output=option)
-    formula, *arguments = right.frequencies
     norms = len(read["fc_norm.weight"]) if "fc_norm.weight" in read else 0
     cosines, sines = rotations_of(config, 2)
     half = config.head_dim // 2
     frequencies = torch.atan2(sines[1, :half].double(), cosines[1, :half].double())
-    assert frequencies.tolist() == pytest.approx(FORMULAS[formula](*arguments), rel=1e-5, abs=1e-9)
+    assert frequencies.tolist() == pytest.approx(turns(*right.frequencies), rel=1e-5, abs=1e-9)
     got = Reading(
         taps=taps_of(config, NUM_LAYERS),
         norm=("all" if norms == 1 else "each") if norms else "",
@@ -214,8 +194,7 @@ def test_derived_maps_and_dequantised_weights_are_the_stored_ones(tmp_path: Path
     """Draft tokens sent to other tokens than their rows of the output layer; a weight read without its scale."""
 
     def read(stored: dict[str, Tensor]) -> dict[str, Tensor]:
-        (tmp_path / "config.json").write_text(json.dumps(PLAIN))
-        save_file({n: t.contiguous() for n, t in stored.items()}, tmp_path / "model.safetensors")
+        save_files(tmp_path, PLAIN, stored)
         return read_head(tmp_path).tensors
 
     whole = tensors(prefix="midlayer.")

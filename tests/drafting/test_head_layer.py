@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from drafting.eagle_heads import random_head
-from drafting.eagle_reference import eagle3_outputs, eagle_outputs
+from drafting.eagle_reference import head_outputs
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
@@ -95,11 +95,6 @@ def inputs_of(head: HeadCheckpoint) -> tuple[Tensor, Tensor]:
     return torch.randn(64, 32, generator=generator), 3 * torch.randn(len(TOKENS), width, generator=generator)
 
 
-def outputs_of(head: HeadCheckpoint, embed: Tensor, tokens: list[int], features: Tensor) -> Tensor:
-    run = eagle_outputs if head.config.family == "eagle" else eagle3_outputs
-    return run(head, embed, tokens, features)
-
-
 def llama_layer(head: HeadCheckpoint, wide: int) -> LlamaDecoderLayer:
     """transformers' layer with the head's weights, without its first norm and with projections of another width."""
     config = head.config
@@ -151,7 +146,7 @@ def test_the_layer_is_transformers_layer(family: str) -> None:
     attended = residual + attended_by_llama(head, layer, inputs)
     with torch.no_grad():
         wanted = attended + layer.mlp(layer.post_attention_layernorm(attended))
-    found = outputs_of(head, embed, TOKENS, features)
+    found = head_outputs(head, embed, TOKENS, features)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)  # transformers rotates and norms in float32
 
 

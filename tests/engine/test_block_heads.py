@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drafters import Half
+from drafters import Half, noted
 from drafting.block_heads import BLOCK, FORMS, MASK, RANK, TAPS, block_states, network_for, save_block
-from drafting.eagle_reference import eagle3_outputs, head_logits
-from head_parts import differs, features_of, free, noted
+from drafting.eagle_reference import head_logits, head_outputs
+from head_parts import differs, features_of, free
 from oracle_cases import PARAMS, assert_equal, generated, names_of, requests_of, total, truth
 from safetensors.torch import load_file, save_file
 from tiny_target import Tiny, save_model
@@ -62,7 +62,7 @@ def wanted_states(target: Target, folder: Path, form: str, tokens: list[int]) ->
         states = block_states(tensors, target.embedding, features, [tokens[-1], *[MASK] * (BLOCK - 1)])
         return states[BLOCK - num_guesses(form) :]
     features = torch.cat([features, tensors["mask_hidden"].double().flatten().expand(BLOCK - 1, -1)])
-    return eagle3_outputs(as_eagle(folder), None, [*tokens, *[MASK] * (BLOCK - 1)], features)[-BLOCK:]
+    return head_outputs(as_eagle(folder), None, [*tokens, *[MASK] * (BLOCK - 1)], features)[-BLOCK:]
 
 
 def as_eagle(folder: Path) -> HeadCheckpoint:

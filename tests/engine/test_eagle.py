@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drafters import Half
-from drafting.eagle_reference import draft_outputs, eagle3_outputs, eagle_outputs, head_logits
-from head_parts import Near, NotesReads, differs, drafter_for, features_of, free, head_for, naive_outputs, near, noted
+from drafters import Half, noted
+from drafting.eagle_reference import draft_outputs, head_logits, head_outputs
+from head_parts import Near, NotesReads, differs, drafter_for, features_of, free, head_for, naive_outputs, near
 from oracle_cases import PARAMS, PROMPTS, assert_equal, assert_pool_is_empty, generated, requests_of, total, truth
 from tiny_target import Tiny, tiny_engine
 
@@ -152,9 +152,9 @@ def test_a_window_hides_what_is_older(tiny: Tiny) -> None:
     generated(target, [watched], [[request]])
     tokens, state, _ = watched.seen[-1]
     head, features = head_for(target, "eagle3"), features_of(target, tokens, network.taps).double()
-    seen = eagle3_outputs(head, target.embedding, tokens[-25:], features[-25:])[-1]  # rotations are relative
+    seen = head_outputs(head, target.embedding, tokens[-25:], features[-25:])[-1]  # rotations are relative
     assert torch.allclose(state.double(), seen, atol=5e-4)
-    everything = eagle3_outputs(head, target.embedding, tokens, features)[-1]
+    everything = head_outputs(head, target.embedding, tokens, features)[-1]
     assert len(tokens) > 70 and not torch.allclose(state.double(), everything, atol=5e-4)
 
 
@@ -171,7 +171,7 @@ def test_a_prompt_is_read_over_the_following_drafts(tiny: Tiny) -> None:
     are_whole = []
     for tokens, state, _ in watched.seen:
         features = features_of(target, tokens, network.taps).double()
-        wanted = eagle3_outputs(head, target.embedding, tokens[-41:], features[-41:])[-1]
+        wanted = head_outputs(head, target.embedding, tokens[-41:], features[-41:])[-1]
         are_whole.append(torch.allclose(state.double(), wanted, atol=5e-4))
     assert not are_whole[0] and all(are_whole[3:]) and len(are_whole) > 6
 
@@ -210,7 +210,7 @@ def test_the_tree_by_confidence_is_the_papers(tiny: Tiny, name: str, dtype: str)
 
         def log_probs(paths: list[tuple[int, ...]]) -> list[np.ndarray]:
             if paths == [()]:
-                states = [eagle_outputs(head, target.embedding, tokens, features)[-1]]  # noqa: B023
+                states = [head_outputs(head, target.embedding, tokens, features)[-1]]  # noqa: B023
             else:
                 states = [draft_outputs(head, target.embedding, tokens, features, path)[-1] for path in paths]  # noqa: B023
             logits = target.logits_of(torch.stack(states).float())

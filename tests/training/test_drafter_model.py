@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from drafting.eagle_heads import random_head
-from drafting.eagle_reference import draft_outputs, eagle3_outputs, eagle_outputs, head_logits
+from drafting.eagle_reference import draft_outputs, head_logits, head_outputs
 
 from ragspec.drafting.eagle.layout import EagleFamily, HeadCheckpoint
 from ragspec.drafting.eagle.network import EagleHead
@@ -53,8 +53,7 @@ def test_every_step_equals_the_equations(checkpoint: HeadCheckpoint) -> None:
     embed, tokens, features = text_of(checkpoint)
     head, pairs = head_of(checkpoint), torch.tensor([[5, 0, 3]])
     states = head.unroll(embed[tokens][None], features[None], pairs, Objective(NUM_STEPS))[:, 0]
-    outputs = eagle3_outputs if checkpoint.config.family is EagleFamily.EAGLE3 else eagle_outputs
-    first = outputs(checkpoint, embed, tokens, features)[pairs[0]]
+    first = head_outputs(checkpoint, embed, tokens, features)[pairs[0]]
     torch.testing.assert_close(states[0], head.output(first.float()))
     output = torch.randn(checkpoint.config.vocab_size, checkpoint.config.hidden_size)
     logits = head.logits(states[0], lambda state: state @ output.T)
