@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ragspec.core import LEAST_TEMPERATURE, SamplingParams
+from ragspec.core import SamplingParams
 from ragspec.drafting.drafter import SequenceView
 from ragspec.numerics.backend import BestTokens, KeyedDraw, LogitEdits, LogitRows
 from ragspec.numerics.compiled import compiled
@@ -25,7 +25,7 @@ from ragspec.numerics.noise import bits, gumbel, output_key
 from ragspec.speculation import CHAIN_RULES, LOSSY_RULES, AcceptanceRule
 from ragspec.tree import Draw
 from ragspec.verification.probabilities import KeyedRandom, RandomStream, draw_iid, draw_without_replacement, row_probs
-from ragspec.verification.sampling import TokenCounts, logit_edits, warp
+from ragspec.verification.sampling import TokenCounts, edited, logit_edits
 
 Floats = NDArray[np.float32]
 
@@ -84,15 +84,12 @@ class Coupling:
         keys = [known[sequence.key] for sequence in owners]
         floors: Floats = np.full(len(owners), _ALL)
         finite = np.atleast_1d(np.isfinite(logits).all(1))
-        scaled = np.where(finite[:, None], logits, np.float32(0.0))
+        scaled = np.zeros(logits.shape, np.float32)
         for row, sequence in enumerate(owners):
-            params = sequence.request.params
             if not finite[row]:
                 continue
-            if params.has_penalties or params.logit_bias:
-                scaled[row] = self._warped(logits[row], sequence)
-            elif not params.greedy and params.temperature != 1.0:
-                scaled[row] /= np.float32(max(params.temperature, LEAST_TEMPERATURE))
+            params = sequence.request.params
+            scaled[row] = edited(logits[row], params, self._edits(sequence))
             if params.truncates:
                 floors[row] = survivor_floor(scaled[row], params)
         size = (len(owners), num_children)
@@ -123,12 +120,6 @@ class Coupling:
         columns = np.minimum(np.searchsorted(self._ids, ids), len(self._ids) - 1)
         known = self._ids[columns] == ids
         return columns[known], amounts[known]
-
-    def _warped(self, logits: Floats, sequence: SequenceView) -> Floats:
-        """Logits with the penalties and biases of the tokens decided so far. Shape: float32 [Vd]."""
-        full = np.full(self._vocab_size, _ALL)
-        full[self._ids] = logits
-        return np.asarray(warp(full, sequence.request.params, _counts(sequence))[self._ids], np.float32)
 
 
 def most_probable(logits: Floats, count: int) -> BestTokens:

@@ -118,12 +118,11 @@ class Admission:
         return sequences
 
     def _by_rule(self, request: Request, seed: int, choice: int) -> Sampler:
-        speculation, output_ids = request.speculation, list(request.segment.output_ids)
-        if speculation.rule is not AcceptanceRule.KEYED:
+        arguments = request, seed, choice, self._target.eos_ids, list(request.segment.output_ids)
+        if request.speculation.rule is not AcceptanceRule.KEYED:
             if request.params.json_schema or request.grammar:
-                raise InputError(f"json_schema needs the acceptance rule keyed, not {speculation.rule.value}")
-            return RejectionSampler(request, speculation.rule, seed, choice, self._target.eos_ids, output_ids)
-        arguments = request, seed, choice, self._target.eos_ids, output_ids
+                raise InputError(f"json_schema needs the acceptance rule keyed, not {request.speculation.rule.value}")
+            return RejectionSampler(*arguments)
         if request.params.json_schema:
             return GrammarSampler(self.grammars.of_schema(request.params.json_schema), *arguments)
         if request.grammar and self.grammars.can_follow():

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ragspec.core import Request
 from ragspec.errors import InputError
 from ragspec.numerics.backend import LogitRows
 from ragspec.speculation import CHAIN_RULES, LOSSY_RULES, AcceptanceRule
@@ -281,19 +280,7 @@ def _check_chain(rule: AcceptanceRule, tree: DraftTree, draws: Mapping[int, Draw
 
 
 class RejectionSampler(ChoiceSampler):
-    """Decides the output tokens of one choice by a published rule. The same seed and drafts give the same tokens."""
-
-    def __init__(
-        self,
-        request: Request,
-        rule: AcceptanceRule,
-        seed: int,
-        choice: int,
-        eos_ids: tuple[int, ...],
-        output_ids: list[int],
-    ) -> None:
-        super().__init__(request, seed, choice, eos_ids, output_ids)
-        self._rule = rule
+    """Decides the output tokens of one choice by its request's published rule. The same seed and drafts give the same tokens."""
 
     def __call__(self, logits: Logits) -> int:
         """The next output token without a draft, from the target's logits at its position. Shape: float32 [V]."""

@@ -174,7 +174,12 @@ def logit_edits(
 
 def warp(logits: Logits, params: SamplingParams, counts: TokenCounts | None, forbidden: tuple[int, ...] = ()) -> Logits:
     """Penalties, logit bias, forbidden ids and temperature, in this order; the input is not changed. Shape: float32 [V]."""
-    x, edits = logits, logit_edits(params, counts, forbidden)
+    return edited(logits, params, logit_edits(params, counts, forbidden))
+
+
+def edited(logits: Logits, params: SamplingParams, edits: LogitEdits | None) -> Logits:
+    """As `warp`, by edits whose ids are places in `logits`. Shape: float32 [N]."""
+    x = logits
     if edits is not None:
         x, penalty = logits.copy(), np.float32(edits.repetition_penalty)
         old = x[edits.repeated]
@@ -221,12 +226,12 @@ class Sampler(Protocol):
 
 
 class ChoiceSampler:
-    """The state that all samplers of one choice share: parameters, seed, output position, token counts."""
+    """The state that all samplers of one choice share: parameters, rule, seed, output position, token counts."""
 
     def __init__(
         self, request: Request, seed: int, choice: int, eos_ids: tuple[int, ...], output_ids: list[int]
     ) -> None:
-        self._params = request.params
+        self._params, self._rule = request.params, request.speculation.rule
         self._seed, self._choice, self._eos_ids = seed, choice, eos_ids
         self._index = len(output_ids)
         self._biased_lengths = request.params.biased_lengths

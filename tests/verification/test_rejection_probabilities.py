@@ -15,7 +15,7 @@ from statistics_of import softmax, surprise
 
 from ragspec.core import Request, SamplingParams
 from ragspec.numerics.noise import output_key
-from ragspec.speculation import AcceptanceRule
+from ragspec.speculation import AcceptanceRule, Speculation
 from ragspec.tree import DraftTree, Draw
 from ragspec.verification.probabilities import (
     KeyedRandom,
@@ -157,14 +157,14 @@ def drafted(rng: np.random.Generator, root: int, right: list[int], vocab_size: i
 def test_greedy_outputs_are_those_of_the_keyed_sampler(rule: AcceptanceRule) -> None:
     """Penalties or the minimum length that do not see the path above a node."""
     params = SamplingParams(**{field: getattr(NOISY, field) for field in PENALTIES})
-    request, num_steps = Request("a", (2, 5, 5), params), 0
+    request, num_steps = Request("a", (2, 5, 5), params, speculation=Speculation(rule=rule, lossy=True)), 0
     for case in range(8):
         rng = np.random.default_rng(case)
         table = rng.normal(0, 1.0, (7, 7)).astype(np.float32)
         plain, output = KeyedSampler(request, 4, 0, (0, 3), []), [5]
         for _ in range(16):
             output.append(plain(table[output[-1]]))
-        sampler, found = RejectionSampler(request, rule, 4, 0, (0, 3), []), [5]
+        sampler, found = RejectionSampler(request, 4, 0, (0, 3), []), [5]
         while len(found) < len(output):
             right = output[len(found) : len(found) + int(rng.integers(4))]
             tree = drafted(rng, found[-1], right, 7)
@@ -178,7 +178,7 @@ def decoded(
     request: Request, seed: int, output: list[int], table: np.ndarray, draft_chance: Callable[[int], KeyedRandom]
 ) -> list[int]:
     """Output tokens until there are `max_tokens`, with one chain of two drawn tokens a step."""
-    sampler = RejectionSampler(request, AcceptanceRule.BLOCK, seed, 0, (0,), output)
+    sampler = RejectionSampler(request, seed, 0, (0,), output)
     while len(output) < request.params.max_tokens:
         tree, draws = DraftTree(output[-1] if output else 0), {}
         chance = draft_chance(len(output))
@@ -194,7 +194,7 @@ def decoded(
 def test_a_seed_and_its_drafts_give_the_output_again() -> None:
     """Keys that depend on more than seed, choice and output index; a sampler that cannot resume between steps."""
     table = np.random.default_rng(3).normal(0, 1.0, (7, 7)).astype(np.float32)
-    request = Request("a", (1, 2), NOISY)
+    request = Request("a", (1, 2), NOISY, speculation=Speculation(rule=AcceptanceRule.BLOCK))
 
     def chance_of(seed: int) -> Callable[[int], KeyedRandom]:
         return lambda index: KeyedRandom(seed, 0, index, RandomStream.DRAFT)
@@ -210,8 +210,9 @@ def outputs_of(draft_stream: RandomStream) -> np.ndarray:
     """How often each output of LENGTH tokens came over many seeds; laws of the case as logits."""
     counts = dict.fromkeys([p for p in PREFIXES if len(p) == LENGTH], 0)
     params = SamplingParams(temperature=1.0, max_tokens=LENGTH)
+    request = Request("a", (0,), params, speculation=Speculation(rule=AcceptanceRule.WITHOUT_REPLACEMENT))
     for seed in range(1500):
-        sampler = RejectionSampler(Request("a", (0,), params), AcceptanceRule.WITHOUT_REPLACEMENT, seed, 0, (), [])
+        sampler = RejectionSampler(request, seed, 0, (), [])
         known: Prefix = ()
         while len(known) < LENGTH:
             chance = KeyedRandom(seed, 0, len(known), draft_stream)
@@ -240,6 +241,6 @@ def test_without_a_draft_the_sampler_draws_from_the_warped_law() -> None:
     rng = np.random.default_rng(9)
     logits = rng.normal(0, 1, V).astype(np.float32)
     params = SamplingParams(temperature=0.7, max_tokens=1)
-    request = Request("a", (0,), params)
-    tokens = [RejectionSampler(request, AcceptanceRule.IID, seed, 0, (), [])(logits) for seed in range(1500)]
+    request = Request("a", (0,), params, speculation=Speculation(rule=AcceptanceRule.IID))
+    tokens = [RejectionSampler(request, seed, 0, (), [])(logits) for seed in range(1500)]
     assert surprise(np.bincount(tokens, minlength=V), 1500 * token_probs(logits, params)) < 6
