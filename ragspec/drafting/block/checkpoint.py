@@ -70,8 +70,8 @@ def family_of(raw: files.Raw) -> BlockFamily | None:
 
 def family_in(directory: str | Path) -> BlockFamily | None:
     """As `family_of`, of the head in a directory. Raises: ModelError where there is no config.json."""
-    with files.errors_of(directory):
-        return family_of(files.read_json(Path(directory) / files.CONFIG))
+    with files.errors_of(directory) as folder:
+        return family_of(files.read_json(folder / files.CONFIG))
 
 
 def read_block(directory: str | Path) -> BlockCheckpoint:
@@ -79,13 +79,12 @@ def read_block(directory: str | Path) -> BlockCheckpoint:
 
     Raises: ModelError with the reason, naming the tensor or the key.
     """
-    directory = Path(directory)
-    with files.errors_of(directory):
-        raw = files.read_json(directory / files.CONFIG)
+    with files.errors_of(directory) as folder:
+        raw = files.read_json(folder / files.CONFIG)
         family = family_of(raw)
         if family in (None, BlockFamily.PASS):
             raise ModelError("config.json names no P-EAGLE, DFlash or DSpark head")
-        stored = files.read_tensors(directory)
+        stored = files.read_tensors(folder)
         stored = {name: tensor.detach() for name, tensor in stored.items() if not name.endswith(_IGNORED)}
         if family is BlockFamily.PEAGLE:
             checkpoint = _read_peagle(raw, stored)
@@ -145,8 +144,8 @@ def write_look_ahead(directory: Path, embeddings: Tensor) -> None:
 
 def read_look_ahead(directory: str | Path, hidden_size: int) -> Tensor:
     """Embeddings for a target of this width. Shape: [rows, H]. Raises: ModelError with the reason."""
-    with files.errors_of(directory):
-        tensors = files.read_tensors(Path(directory))
+    with files.errors_of(directory) as folder:
+        tensors = files.read_tensors(folder)
         if list(tensors) != [_EMBEDDINGS]:
             raise ModelError(f"the head has {', '.join(tensors)}, not {_EMBEDDINGS} alone")
         _check(tensors[_EMBEDDINGS], hidden_size)

@@ -54,11 +54,10 @@ def read_head(
     target's. `positions_per_layer`: of a PosS head, whose files do not say it. `norm_output`: whether the normed state is fed
     back; None: as the config says. Raises: ModelError with the reason, naming the tensor or the key.
     """
-    directory = Path(directory)
     overrides = {POSITIONS_KEY: positions_per_layer, FEEDBACK_KEY: norm_output}
-    with files.errors_of(directory):
-        raw = files.read_json(directory / files.CONFIG)
-        checkpoint = official_form(raw, files.read_tensors(directory), overrides)
+    with files.errors_of(directory) as folder:
+        raw = files.read_json(folder / files.CONFIG)
+        checkpoint = official_form(raw, files.read_tensors(folder), overrides)
         check_head(checkpoint.config, checkpoint.tensors)
         return checkpoint
 

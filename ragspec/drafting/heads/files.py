@@ -31,10 +31,10 @@ _NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state")
 
 
 @contextmanager
-def errors_of(directory: str | Path) -> Iterator[None]:
-    """Name the directory in every ModelError from inside."""
+def errors_of(directory: str | Path) -> Iterator[Path]:
+    """The directory, which every ModelError from inside names."""
     try:
-        yield
+        yield Path(directory)
     except ModelError as cause:
         raise ModelError(f"{directory}: {cause}") from cause
 
@@ -148,13 +148,9 @@ def _read_file(path: Path, section: str) -> dict[str, Tensor]:
     except Exception as cause:  # safetensors, pickle and torch raise classes of their own for a damaged file
         reason = (str(cause).strip().splitlines() or [""])[0]
         raise ModelError(f"cannot read {path.name}: {type(cause).__name__}: {reason}") from cause
-    if not isinstance(read, dict) or not all(_is_named_tensor(name, value) for name, value in read.items()):
+    if not isinstance(read, dict) or not all(isinstance(n, str) and isinstance(t, Tensor) for n, t in read.items()):
         raise ModelError(f"{path.name} holds something other than named tensors")
     return {name: read[name] for name in _in_section(read, section)}
-
-
-def _is_named_tensor(name: object, value: object) -> bool:
-    return isinstance(name, str) and isinstance(value, Tensor)
 
 
 def section_of(raw: Raw, key: str) -> Raw:

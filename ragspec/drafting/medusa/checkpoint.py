@@ -53,9 +53,8 @@ def read_medusa(directory: str | Path, target: DraftTarget) -> PositionCheckpoin
 
     Raises: ModelError with the reason, naming the tensor or the key.
     """
-    directory = Path(directory)
-    with files.errors_of(directory):
-        raw, stored = _read_config(directory), files.read_tensors(directory, _MEDUSA_FILES, _SECTION)
+    with files.errors_of(directory) as folder:
+        raw, stored = _read_config(folder), files.read_tensors(folder, _MEDUSA_FILES, _SECTION)
         stored = {name.removeprefix(_SECTION): tensor for name, tensor in stored.items()}
         num_blocks = _count(raw, "medusa_num_layers", 1)
         num_heads = max(_num_stored(stored, r"(\d+)\.", "Medusa"), _count(raw, "medusa_num_heads", 1))
@@ -66,12 +65,11 @@ def read_medusa(directory: str | Path, target: DraftTarget) -> PositionCheckpoin
 
 def read_hydra(directory: str | Path, target: DraftTarget) -> PositionCheckpoint:
     """As `read_medusa`."""
-    directory = Path(directory)
-    with files.errors_of(directory):
-        raw = _read_config(directory)
+    with files.errors_of(directory) as folder:
+        raw = _read_config(folder)
         if (arch := raw.get(_ARCH_KEY, "mlp")) not in ("mlp", _PREFIX_ARCH):
             raise ModelError(f"config.json has {_ARCH_KEY} {arch!r}; mlp and {_PREFIX_ARCH} are served")
-        stored = files.read_tensors(directory, _HYDRA_FILES)
+        stored = files.read_tensors(folder, _HYDRA_FILES)
         stored = {name: tensor for name, tensor in stored.items() if not name.endswith("rotary_emb.inv_freq")}
         has_prefix = arch == _PREFIX_ARCH
         num_blocks, is_grounded = _count(raw, "hydra_num_layers", 1), files.truth(raw, "grounded_heads")
