@@ -110,7 +110,7 @@ class ChildAcceptance(AcceptanceCells):
         prior[:, :, 0] = 0.85 - 0.5 * np.exp(-0.7 * margin)
         for rank in range(1, _NUM_RANKS):
             prior[:, :, rank] = 0.4 / rank**0.5 * np.exp(-0.6 * margin)
-        self._strides = [int(np.prod(prior.shape[i + 1 :])) for i in range(3)]
+        self._first_cells = np.arange(prior.size).reshape(prior.shape)[..., 0]
         super().__init__(prior.ravel(), prior_weight=2.0, memory=600.0)
         self.typical = 0.7
         """Recent mean chance that one of an accepted node's children is accepted."""
@@ -121,17 +121,14 @@ class ChildAcceptance(AcceptanceCells):
         A margin is for rank 0 the score less that of rank 1, else the best score less the child's own. Modes: greedy, with noise,
         without noise, or drawn by chance (`ragspec.drafting.growing.draft`). Shape: [modes, 4, num_ranks].
         """
-        by_mode, by_depth, by_rank = self._strides
         ranks = np.minimum(np.arange(num_ranks), _NUM_RANKS - 1)
-        depths = np.arange(_NUM_DEPTHS)[:, None]
-        cells: Ints = np.array(modes)[:, None, None] * by_mode + depths * by_depth + ranks * by_rank
-        return cells
+        return self._first_cells[np.ix_(modes, range(_NUM_DEPTHS), ranks)]
 
     def chances(self, modes: Iterable[int]) -> Floats:
         """The probability of every cell of these modes, 0 in other cells. Shape: [cells]."""
-        chances = np.zeros(len(self.seen))
+        chances, size = np.zeros(len(self.seen)), len(self.seen) // _NUM_MODES
         for mode in set(modes):
-            own = slice(mode * self._strides[0], (mode + 1) * self._strides[0])
+            own = slice(mode * size, (mode + 1) * size)
             chances[own] = self.accepted[own] / self.seen[own]
         return chances
 
