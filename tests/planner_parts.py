@@ -4,16 +4,20 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from drafters import Quiet
 
-from ragspec.core import CopySource, Request
+from ragspec.core import CopySource, Request, SamplingParams
+from ragspec.drafting.children import draws_children
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import SequenceView
 from ragspec.drafting.planner import Planner
-from ragspec.speculation import Speculation
-from ragspec.tree import DraftTree, Origin, Proposal, StepResult
+from ragspec.speculation import AcceptanceRule, Speculation
+from ragspec.tree import DraftTree, Draw, Origin, Proposal, StepResult
 
 FREE = CostTable({64: [1.0, 1.0]}, rows=(1, 2))
+LAW = np.full(300, 1 / 300)
+BY_RULE = Speculation(rule=AcceptanceRule.TRAVERSAL)
 
 
 @dataclass
@@ -28,10 +32,11 @@ class Running:
     prepared: dict[str, object] = field(default_factory=dict)
     sources: tuple[CopySource, ...] = ()
     salt: str = ""
+    params: SamplingParams = field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:
         prompt = tuple(self.tokens[: self.num_prompt])
-        self.request = Request(self.name, prompt, speculation=self.speculation, sources=self.sources, salt=self.salt)
+        self.request = Request(self.name, prompt, self.params, self.sources, self.salt, self.speculation)
 
     @property
     def key(self) -> tuple[str, int]:
@@ -60,6 +65,18 @@ class Chain(Quiet):
 
     def learn(self, feedback: object, accepted: bool) -> None:
         self.learned.append((feedback, accepted))
+
+
+class Drawn(Chain):
+    """Draws its chain by chance, by `law`, where the request's rule is for such drafts."""
+
+    def __init__(self, tokens: Sequence[int], prob: float, law: np.ndarray = LAW) -> None:
+        super().__init__(tokens, prob)
+        self.law = law
+
+    def draft(self, sequence: SequenceView, max_nodes: int) -> list[Proposal]:
+        chain = super().draft(sequence, max_nodes)
+        return [p._replace(draw=Draw((p.token_id,), self.law)) for p in chain] if draws_children(sequence) else chain
 
 
 class Costly(Chain):

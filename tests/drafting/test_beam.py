@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from planner_parts import Running
 from tiny_target import Free
 
-from ragspec.core import Request, SamplingParams
+from ragspec.core import SamplingParams
 from ragspec.drafting.acceptance import MARGINS, Guess
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Budget
@@ -22,7 +23,6 @@ from ragspec.drafting.growing.draft import (
     MEDUSA_TREE,
     STATIC_TREE,
     Children,
-    DraftSettings,
     GrowingDraft,
     OpenRows,
     StaticShape,
@@ -31,7 +31,7 @@ from ragspec.drafting.growing.draft import (
 from ragspec.drafting.growing.drafter import GrowingDrafter, Level, Levels
 from ragspec.errors import EngineError
 from ragspec.numerics.torch.sampling import TorchLogits
-from ragspec.speculation import ON, AcceptanceRule, Speculation
+from ragspec.speculation import AcceptanceRule, Speculation
 from ragspec.tree import Proposal
 
 VOCAB = 40
@@ -50,6 +50,7 @@ class Bigrams(GrowingDrafter[GrowingDraft]):
     """A token's logits depend on the token before and on the level. `shared`: on the sequence and the level alone."""
 
     name = "bigrams"
+    draft_class = GrowingDraft
 
     def __init__(
         self, shape: Sequence[Any], costs: CostTable, logits: np.ndarray, shared: bool = False, device: str = "cpu"
@@ -61,9 +62,6 @@ class Bigrams(GrowingDrafter[GrowingDraft]):
 
     def _memory(self, sequence: Any) -> Any:
         return SimpleNamespace(end=len(sequence.tokens))
-
-    def _draft(self, sequence: Any, memory: Any, settings: DraftSettings, num_levels: int) -> GrowingDraft:
-        return GrowingDraft(sequence, memory, settings, num_levels)
 
     def _levels(self, drafts: list[GrowingDraft]) -> Levels:
         device = self._logits.device
@@ -120,15 +118,11 @@ class PlainBeam:
         return Children.of(made, np.array([place for _, place, _ in kept], np.float64))
 
 
-def sequence(number: int, params: SamplingParams, most_tokens: int, rule: AcceptanceRule = AcceptanceRule.KEYED) -> Any:
-    request = Request(f"r{number}", (3, 4), params, speculation=Speculation(rule=rule) if rule.value != "keyed" else ON)
-    tokens = [3, 4, 7, 5 + number]
-    return SimpleNamespace(
-        request=request, key=(request.id, 0), tokens=tokens, num_prompt=2, num_output=2, most_tokens=most_tokens
-    )
+def sequence(number: int, params: SamplingParams, most: int, rule: AcceptanceRule = AcceptanceRule.KEYED) -> Running:
+    return Running(f"r{number}", [3, 4, 7, 5 + number], 2, most, Speculation(rule=rule), params=params)
 
 
-def some_sequences(rng: np.random.Generator) -> list[Any]:
+def some_sequences(rng: np.random.Generator) -> list[Running]:
     """Greedy and sampled ones, one near its last token."""
     params = [
         SamplingParams(temperature=0.0),
@@ -168,13 +162,9 @@ def grown(made: Bigrams, sequences: list[Any], token_s: float, plain: bool = Fal
 
 
 def _comparable(proposal: Proposal) -> Proposal:
-    draw = None if proposal.draw is None else proposal.draw._replace(draft_probs=None)
-    return proposal._replace(origin=proposal.origin._replace(feedback=_cell(proposal)), draw=draw)
-
-
-def _cell(proposal: Proposal) -> int:
-    assert isinstance(proposal.origin.feedback, Guess)
-    return proposal.origin.feedback.cell
+    feedback, draw = proposal.origin.feedback, proposal.draw and proposal.draw._replace(draft_probs=None)
+    assert isinstance(feedback, Guess)
+    return proposal._replace(origin=proposal.origin._replace(feedback=feedback.cell), draw=draw)
 
 
 @pytest.mark.parametrize(("name", "shared"), [*((name, False) for name in SHAPES), ("dynamic", True), ("Medusa", True)])

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from planner_parts import FREE, Chain, Running, plan, run
+from planner_parts import BY_RULE, FREE, LAW, Chain, Drawn, Running, accept, plan, run
 
 from ragspec.core import Request
 from ragspec.drafting.acceptance import (
@@ -25,7 +25,7 @@ from ragspec.drafting.acceptance import (
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Drafter, SequenceView
 from ragspec.drafting.planner import Planner
-from ragspec.speculation import AcceptanceRule, Speculation
+from ragspec.speculation import Speculation
 from ragspec.tree import PARENT, TOKEN, Draw, Origin, Proposal, Proposals, StepResult
 
 DEAR = CostTable({64: [1.0, 2.0]}, rows=(1, 2))  # every row costs a whole step more
@@ -364,12 +364,8 @@ def test_room_for_drafts_is_made_for_those_who_draft() -> None:
 def test_sequences_learn_from_their_own_drafts_beside_others_without_any() -> None:
     """Trees are planned for a part of a step's sequences, and judged beside the tokens of all."""
     planner, drafted = Planner([Chain([5, 6], 0.5)], FREE, 12), Counter[str]()
-    sequences = [
-        Running("off", speculation=False),
-        Running("poor"),
-        Running("plain", speculation=False),
-        Running("good"),
-    ]
+    off, plain = (Running(name, speculation=False) for name in ("off", "plain"))
+    sequences = [off, Running("poor"), plain, Running("good")]
     for _ in range(40):
         trees = plan(planner, *sequences)
         drafted.update({s.name: tree.num_drafted for s, tree in zip(sequences, trees, strict=True)})
@@ -383,20 +379,12 @@ def test_sequences_learn_from_their_own_drafts_beside_others_without_any() -> No
 
 def test_a_drawn_tree_is_never_cut_for_what_it_costs() -> None:
     """A node left out for what was drawn below it: the law of the output shifts (total variation 0.03 where costs jump)."""
-    law = np.full(300, 1 / 300)
-
-    class ChildSampler(Chain):
-        def draft(self, sequence: SequenceView, max_nodes: int) -> list[Proposal]:
-            chain = super().draft(sequence, max_nodes)
-            return [p._replace(draw=Draw((p.token_id,), law)) for p in chain]
-
-    planner = Planner([ChildSampler(range(10, 14), 0.3)], DEAR, 12, vocab_size=300)
-    by_rule = Speculation(rule=AcceptanceRule.TRAVERSAL)
-    drawn, plain = Running("a", speculation=by_rule), Running("b")
+    planner = Planner([Drawn(range(10, 14), 0.3)], DEAR, 12, vocab_size=300)
+    drawn, plain = Running("a", speculation=BY_RULE), Running("b")
     (tree,) = plan(planner, drawn)
     assert tree.token_ids == [3, 10, 11, 12, 13] and len(tree.draws) == 4
-    assert plan(planner, Running("d", [1, 2], speculation=by_rule))[0].num_drafted == 4, "beside the end of a prompt"
-    (short,) = plan(planner, Running("c", speculation=by_rule), spare=2)
+    assert plan(planner, Running("d", [1, 2], speculation=BY_RULE))[0].num_drafted == 4, "beside the end of a prompt"
+    (short,) = plan(planner, Running("c", speculation=BY_RULE), spare=2)
     assert short.token_ids == [3, 10, 11] and set(short.draws) == {0, 1, 2}
     assert [tree.num_drafted for tree in plan(planner, drawn, plain)] == [4, 0]
     mixed = Planner([Chain(range(10, 14), 0.3)], DEAR, 12)
@@ -413,31 +401,25 @@ def test_a_drawn_node_stays_or_goes_whatever_is_drawn_below_it() -> None:
             siblings = [Proposal(token, -1, prob, Origin(self.name), draw) for token, prob in probs]
             return [*siblings, Proposal(20, 0, self.prob, Origin(self.name), Draw((20,), draw.draft_probs))]
 
-    rule = Speculation(rule=AcceptanceRule.TRAVERSAL)
     for below in (0.29, 0.01):
-        (tree,) = plan(Planner([ChildSampler((), below)], FREE, 1, vocab_size=300), Running(speculation=rule))
+        (tree,) = plan(Planner([ChildSampler((), below)], FREE, 1, vocab_size=300), Running(speculation=BY_RULE))
         assert tree.token_ids == [3, 12] and tree.draws[0] == draw
 
 
-@pytest.mark.parametrize("fault", ["other vocabulary", "zero probability", "not a number", "outside"])
+FALSE_DRAWS = {
+    "other vocabulary": (10, np.full(200, 1 / 200)),
+    "zero probability": (10, np.where(np.arange(300) == 10, 0.0, LAW)),
+    "not a number": (10, np.where(np.arange(300) == 0, np.nan, LAW)),
+    "outside": (300, LAW),
+}
+
+
+@pytest.mark.parametrize("fault", FALSE_DRAWS)
 def test_a_draw_that_cannot_have_been_is_no_draft(fault: str) -> None:
     """It was found out in the middle of a step, which ended the engine's thread."""
-    law, token = np.full(300, 1 / 300), 10
-    if fault == "other vocabulary":
-        law = np.full(200, 1 / 200)
-    elif fault == "zero probability":
-        law[token] = 0.0
-    elif fault == "not a number":
-        law[0] = np.nan
-    else:
-        token = 300
-
-    class ChildSampler(Chain):
-        def draft(self, sequence: SequenceView, max_nodes: int) -> list[Proposal]:
-            return [Proposal(token, -1, 0.5, Origin(self.name), Draw((token,), law))]
-
-    planner = Planner([ChildSampler([], 0.0)], FREE, 12, vocab_size=300)
-    (tree,) = plan(planner, Running("a", speculation=Speculation(rule=AcceptanceRule.TRAVERSAL)))
+    token, law = FALSE_DRAWS[fault]
+    planner = Planner([Drawn([token], 0.5, law)], FREE, 12, vocab_size=300)
+    (tree,) = plan(planner, Running("a", speculation=BY_RULE))
     assert tree.token_ids == [3] and not tree.draws
 
 
@@ -487,12 +469,13 @@ def test_a_token_that_the_target_lacks_costs_its_node_alone() -> None:
     {}, node_with(TOKEN, -1), node_with(PARENT, -7), node_with(PARENT, 10**12),
     {"nodes": NODES.astype(float)}, {"probs": np.array([0.9, math.nan])}, {"probs": np.array([0.9, math.inf])},
     {"starts": np.array([0])}, {"starts": np.array([0, 1, 2])}, {"starts": np.array([0, 10**9])}, {"draws": {99: Draw((9,))}},
+    {"no such argument": 0},
 ])  # fmt: skip
 def test_arrays_that_are_no_proposals_end_their_drafter_alone(
     fault: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Arrays were believed: a parent outside read other memory and ended the process, draws and feedback that fail ended every
-    request. The feedback of each of these fails."""
+    request; or a drafter that always raises left a traceback a step and sequence. The feedback of each of these fails."""
 
     class Arrays(Chain):
         def propose(self, sequences: Sequence[SequenceView], budget: object) -> Proposals:  # type: ignore[override]
@@ -511,21 +494,6 @@ def test_arrays_that_are_no_proposals_end_their_drafter_alone(
     assert [record.levelname for record in caplog.records] == (["ERROR", "WARNING"] if fault else ["ERROR"])
 
 
-def test_a_drafter_that_goes_on_failing_is_asked_no_more() -> None:
-    """A traceback a step and sequence, for ever."""
-
-    class Broken(Chain):
-        def draft(self, sequence: SequenceView, max_nodes: int) -> list[Proposal]:
-            self.asked += 1
-            raise ZeroDivisionError("a bug")
-
-    broken = Broken([], 0.0, "broken")
-    planner = Planner([broken, Chain(range(10, 12), 0.5)], FREE, 12)
-    for turn in range(200):
-        assert plan(planner, Running(f"{turn}"))[0].num_drafted == 2
-    assert broken.asked < 60
-
-
 def test_side_by_side_the_slowest_decides_what_a_draft_saves() -> None:
     """Eight at once, one of them hopeless: drafts for the others saved rows, not steps, and took more time than that."""
     costs = CostTable({64: [1.0, 1.1]}, rows=(1, 8))
@@ -535,10 +503,7 @@ def test_side_by_side_the_slowest_decides_what_a_draft_saves() -> None:
         planner, running = Planner([drafter], costs, 12), [Running(f"{i}") for i in range(8)]
         for _ in range(300):
             for i, (sequence, tree) in enumerate(zip(running, plan(planner, *running), strict=True)):
-                right = i >= num_hopeless
-                path = list(range(1, len(tree))) if right else []
-                tokens = [*(tree.token_ids[n] for n in path), 99]
-                planner.observe([sequence], [StepResult(tree, path, tokens)], [{}])
+                accept(planner, sequence, tree, range(10, 14) if i >= num_hopeless else ())
         assert (drafter.asked > 8 * 150) == is_asked, drafter.asked
 
 

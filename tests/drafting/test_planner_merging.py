@@ -1,26 +1,15 @@
 """The planner where drafters or sequences meet: what one of them takes, or has already said, counts for the others."""
 
-import numpy as np
 import pytest
-from planner_parts import FREE, Chain, Costly, Running, accept, plan, run
+from planner_parts import BY_RULE, FREE, Chain, Costly, Drawn, Running, accept, plan, run
 
-from ragspec.drafting.children import draws_children
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import SequenceView
 from ragspec.drafting.planner import Planner
-from ragspec.speculation import AcceptanceRule, Speculation
-from ragspec.tree import Draw, Proposal
+from ragspec.speculation import Speculation
+from ragspec.tree import Proposal
 
-LAW = np.full(300, 1 / 300)
 NUM_STEPS = 200
-
-
-class ChildSampler(Chain):
-    """Draws its chain by chance where the request's rule is for such drafts."""
-
-    def draft(self, sequence: SequenceView, max_nodes: int) -> list[Proposal]:
-        chain = super().draft(sequence, max_nodes)
-        return [p._replace(draw=Draw((p.token_id,), LAW)) for p in chain] if draws_children(sequence) else chain
 
 
 class Halving(Chain):
@@ -32,9 +21,8 @@ class Halving(Chain):
 
 def drawn_and_chosen(costs: CostTable, spare: int = 100) -> tuple[int, int]:
     """How many nodes a drawn tree of four has after the cut, and a chosen one in the same step."""
-    planner = Planner([ChildSampler(range(10, 14), 0.3)], costs, 12, vocab_size=300)
-    by_rule = Running("drawn", speculation=Speculation(rule=AcceptanceRule.TRAVERSAL))
-    drawn, chosen = plan(planner, by_rule, Running("chosen"), spare=spare)
+    planner = Planner([Drawn(range(10, 14), 0.3)], costs, 12, vocab_size=300)
+    drawn, chosen = plan(planner, Running("drawn", speculation=BY_RULE), Running("chosen"), spare=spare)
     assert drawn.draws and not chosen.draws
     return drawn.num_drafted, chosen.num_drafted
 
