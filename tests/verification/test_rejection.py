@@ -71,8 +71,7 @@ def test_no_rounding_gives_an_impossible_token(
     tree = DraftTree(0)
     child = add_node(tree, add_node(tree, 0, token), token)
     draws = {node: Draw((token,), draft_probs) for node in range(child)}
-    acceptance = rule
-    verdict = rejection_sample(acceptance, tree, draws, lambda node: target_probs, FixedRandom(number), 9)
+    verdict = rejection_sample(rule, tree, draws, lambda node: target_probs, FixedRandom(number), 9)
     assert all(target_probs[token] > 0.0 for token in verdict.tokens)
 
 
@@ -86,10 +85,15 @@ def test_chance_at_its_edges(number: float) -> None:
         assert chance.categorical(np.array(weights)) == 1
 
 
-def two_children(tree: DraftTree) -> DraftTree:
-    for token in (1, 2):
-        add_node(tree, 0, token)
+def tree_of(*nodes: tuple[int, int]) -> DraftTree:
+    """The parent and the token of each node."""
+    tree = DraftTree(0)
+    for parent, token in nodes:
+        add_node(tree, parent, token)
     return tree
+
+
+TWO_CHILDREN = (0, 1), (0, 2)
 
 
 HALVES = np.array([0.0, 0.5, 0.5])
@@ -115,15 +119,13 @@ def test_wrong_drafts_are_refused(name: str) -> None:
     """A rule silently biased on draws it was not made for; padding (-1) that meets the last token's probability."""
     rule, draws = WRONG[name]
     with pytest.raises(InputError):
-        rejection_sample(rule, two_children(DraftTree(0)), draws, lambda node: HALVES, FixedRandom(0.5), 4)
+        rejection_sample(rule, tree_of(*TWO_CHILDREN), draws, lambda node: HALVES, FixedRandom(0.5), 4)
 
 
 def test_a_tree_with_padding_is_refused() -> None:
     """As above, for tokens that no draw lists."""
-    tree = DraftTree(0)
-    add_node(tree, 0, -1)
     with pytest.raises(InputError, match="-1"):
-        rejection_sample(AcceptanceRule.IID, tree, {}, lambda node: HALVES, FixedRandom(0.5), 4)
+        rejection_sample(AcceptanceRule.IID, tree_of((0, -1)), {}, lambda node: HALVES, FixedRandom(0.5), 4)
 
 
 def test_each_rule_says_what_it_keeps() -> None:
@@ -157,15 +159,14 @@ def test_top_beta_thresholds() -> None:
 
 def test_lenient_walks_take_the_deepest_allowed_path() -> None:
     """The first child that is allowed hid a longer path beside it."""
-    tree = two_children(DraftTree(0))
-    add_node(tree, 2, 1)
-    acceptance = AcceptanceRule.TOP_BETA
-    assert rejection_sample(acceptance, tree, {}, lambda node: HALVES, FixedRandom(0.9), 9) == ([2, 3], [2, 1, 2])
-    assert rejection_sample(acceptance, tree, {}, lambda node: HALVES, FixedRandom(0.9), 2) == ([2], [2, 1])
-    assert rejection_sample(acceptance, two_children(DraftTree(0)), {}, lambda node: HALVES, FixedRandom(0.0), 9) == (
-        [1],
-        [1, 1],
-    )
+    short, long = tree_of(*TWO_CHILDREN), tree_of(*TWO_CHILDREN, (2, 1))
+    for tree, number, most, decided in (
+        (long, 0.9, 9, ([2, 3], [2, 1, 2])),
+        (long, 0.9, 2, ([2], [2, 1])),
+        (short, 0.0, 9, ([1], [1, 1])),
+    ):
+        chance = FixedRandom(number)
+        assert rejection_sample(AcceptanceRule.TOP_BETA, tree, {}, lambda node: HALVES, chance, most) == decided
 
 
 @pytest.mark.parametrize(
