@@ -291,16 +291,9 @@ class RejectionSampler(ChoiceSampler):
         random = KeyedRandom(self._seed, self._choice, self._index, RandomStream.VERIFY)
 
         def probs_at(node: int) -> Probs:
-            return self._probs_after([tree.token_ids[n] for n in tree.ancestors(node)[1:]], logits, node)
+            path = [tree.token_ids[n] for n in tree.ancestors(node)[1:]]
+            return row_probs(logits, node, *self._after(path))
 
         verdict = rejection_sample(self._rule, tree, draws, probs_at, random, most_tokens)
-        if self._counts is not None:
-            self._counts = self._counts.after(verdict.tokens)
-        self._advance(verdict.tokens)
+        self.take(verdict.tokens)
         return verdict
-
-    def _probs_after(self, tokens: list[int], logits: LogitRows, row: int) -> Probs:
-        """The target's probabilities after a path; penalties and minimum length count the path's tokens."""
-        counts = self._counts.after(tokens) if self._counts is not None else None
-        forbidden = self._eos_ids if self._index + len(tokens) < self._params.min_tokens else ()
-        return row_probs(logits, row, self._params_after(tokens), counts, forbidden)

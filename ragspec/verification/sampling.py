@@ -238,17 +238,26 @@ class ChoiceSampler:
         self._output = list(output_ids) if self._biased_lengths else []
         self._counts = TokenCounts(request.prompt_ids, output_ids) if request.params.has_penalties else None
 
-    def _advance(self, tokens: Sequence[int]) -> None:
-        """The tokens are decided."""
+    def take(self, tokens: Sequence[int]) -> None:
+        """Count tokens as decided."""
+        if self._counts is not None:
+            for token in tokens:
+                self._counts.push(token)
         if self._biased_lengths:
             self._output.extend(tokens)
         self._index += len(tokens)
 
-    def _params_after(self, path: Sequence[int] = ()) -> SamplingParams:
-        """The parameters of the token behind the output and further tokens."""
-        if self._index + len(path) not in self._biased_lengths:
-            return self._params
-        return self._params.after([*self._output, *path])
+    def _after(self, path: list[int]) -> tuple[SamplingParams, TokenCounts | None, tuple[int, ...]]:
+        """Of the token behind the output and further tokens: parameters, counts, and ids that it may not have."""
+        params, counts, index = self._params, self._counts, self._index + len(path)
+        if index in self._biased_lengths:
+            params = params.after([*self._output, *path])
+        if counts is not None and path:
+            counts = counts.after(path)
+        return params, counts, self._forbidden(index)
+
+    def _forbidden(self, index: int) -> tuple[int, ...]:
+        return self._eos_ids if index < self._params.min_tokens else ()
 
 
 class KeyedSampler(ChoiceSampler):
@@ -261,14 +270,7 @@ class KeyedSampler(ChoiceSampler):
 
     def warped(self, logits: Logits) -> Logits:
         """The logits that the next token is sampled from; -inf for tokens that cannot be sampled. Shape: float32 [V]."""
-        return warp(logits, self._params_after(), self._counts, self._forbidden(self._index))
-
-    def take(self, tokens: Sequence[int]) -> None:
-        """Count tokens as decided."""
-        if self._counts is not None:
-            for token in tokens:
-                self._counts.push(token)
-        self._advance(tokens)
+        return warp(logits, *self._after([]))
 
     def draws(self, tree: DraftTree) -> list[KeyedDraw]:
         """How the token after each node is sampled, for a backend that samples all nodes at once."""
@@ -283,11 +285,4 @@ class KeyedSampler(ChoiceSampler):
             ]
             return [levels[depth] for depth in tree.depths]
         paths = ([tree.token_ids[n] for n in tree.ancestors(node)[1:]] for node in range(len(tree)))
-        return [KeyedDraw(params, keys[len(path)], self._edits(path)) for path in paths]
-
-    def _edits(self, path: list[int]) -> LogitEdits | None:
-        counts = self._counts.after(path) if self._counts and path else self._counts
-        return logit_edits(self._params_after(path), counts, self._forbidden(self._index + len(path)))
-
-    def _forbidden(self, index: int) -> tuple[int, ...]:
-        return self._eos_ids if index < self._params.min_tokens else ()
+        return [KeyedDraw(params, keys[len(path)], logit_edits(*self._after(path))) for path in paths]
