@@ -205,7 +205,7 @@ class EagleNetwork:
     ) -> None:
         config, tensors = checkpoint
         check_fits(config, target.vocab_size, target.hidden_size, target.num_layers)
-        self.config, self.vocab_size = config, config.vocab_size
+        self.config, self.vocab_size, self.num_features = config, config.vocab_size, config.num_features
         self.taps = taps_of(config, target.num_layers)
         self.draft_ids = _draft_ids(tensors, config.draft_vocab_size)
         self._target, self._dtype = target, dtype or target.embedding.dtype
@@ -238,10 +238,6 @@ class EagleNetwork:
 
     def make_cache(self, pool: KvPool, num_own_slots: int = 0) -> KvPool:
         return make_cache(self._layers, self.backend, pool, num_own_slots)
-
-    @property
-    def num_features(self) -> int:
-        return self.config.num_features
 
     def first(self, token_ids: Ints, features: Tensor, cache: KvPool, metadata: AttentionMetadata) -> Tensor:
         """Pairs with states of the target. Shapes: int32 [N], float32 [N, F] -> [N, H].

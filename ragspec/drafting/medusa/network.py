@@ -226,12 +226,8 @@ class PositionNetwork:
         with torch.device("meta"):
             self.head = PositionHead(config, target.text_config if config.has_prefix else None, are_tied=False)
         prepare(self.head, tensors, self.backend.device, dtype)
-        self._take_layer()
         serve(self.head, self.backend)
         self._embedding = _embedding(tensors, target, dtype)
-
-    def _take_layer(self) -> None:
-        """Make the backend's layer of a prefix."""
 
     def inputs(self, states: Tensor, next_tokens: Ints) -> Tensor:
         """The input of the first head. Shapes: float32 [B, H], int32 [B] -> float32 [B, F]."""
@@ -278,19 +274,13 @@ class PrefixNetwork(PositionNetwork):
     def __init__(
         self, checkpoint: PositionCheckpoint, target: DraftTarget, max_positions: int, dtype: torch.dtype | None = None
     ) -> None:
-        self._max_positions = max_positions
         super().__init__(checkpoint, target, dtype)
         self.draft_ids: NDArray[np.int64] = np.arange(target.vocab_size)
-
-    def _take_layer(self) -> None:
+        self.num_features = self.width
         prefix = self.head.prefix_embeding_layer
         assert prefix is not None
         layer = cast(DecoderLayer, prefix.layers[0])
-        self._layer = make_layer(layer, prefix.rotations(self._max_positions), self.backend)
-
-    @property
-    def num_features(self) -> int:
-        return self.width
+        self._layer = make_layer(layer, prefix.rotations(max_positions), self.backend)
 
     def make_cache(self, pool: KvPool, num_own_slots: int = 0) -> KvPool:
         return make_cache([self._layer], self.backend, pool, num_own_slots)
