@@ -104,7 +104,7 @@ class CountedDrafts(NamedTuple):
         for token in dict.fromkeys(each[0] for found in followers for each in found):
             # Why again: a store may have the token behind its own most frequent ones
             for number, low, high in node.spans:
-                first, end = stores[number].suffixes.narrow(low, high, offset, token)
+                first, end = stores[number].suffixes.find(np.array([token], np.int32), (low, high), offset)
                 counts[token] += stores[number].num_visible(first, end)
                 spans[token].append((number, first, end))
         best = prob

@@ -173,14 +173,9 @@ class SortedSuffixes(NamedTuple):
             order, known = np.argsort(keys, kind="stable"), 2 * known
         return cls(_read_only(tokens), _read_only(order.astype(np.int32)))
 
-    def find(self, pattern: Ints) -> tuple[int, int]:
-        """[low, high) in `order`: the suffixes that begin with the pattern."""
-        low, high = _find(self.tokens, self.order, pattern, 0, len(self.order), 0)
-        return low, high
-
-    def narrow(self, low: int, high: int, depth: int, token: int) -> tuple[int, int]:
-        """Of the suffixes [low, high), whose tokens before `depth` are equal, the ones with a token there."""
-        low, high = _find(self.tokens, self.order, np.array([token], np.int32), low, high, depth)
+    def find(self, pattern: Ints, among: tuple[int, int] | None = None, depth: int = 0) -> tuple[int, int]:
+        """[low, high) in `order`: the suffixes with the pattern at `depth`; of those `among`, whose earlier tokens are equal."""
+        low, high = _find(self.tokens, self.order, pattern, *(among or (0, len(self.order))), depth)
         return low, high
 
 
