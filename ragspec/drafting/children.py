@@ -73,31 +73,26 @@ class Coupling:
         self._vocab_size = vocab_size
 
     def draws(self, owners: Sequence[SequenceView], depth: int) -> list[KeyedDraw]:
-        """How a device picks children of N nodes at `depth` - 1; node n belongs to the sequence `owners[n]`."""
+        """How to pick children of N nodes at `depth` - 1; node n belongs to the sequence `owners[n]`."""
         known = {sequence.key: sequence for sequence in owners}  # all nodes of a sequence at one depth share one noise
         draws = {k: KeyedDraw(s.request.params, self._key(s, depth), self._edits(s)) for k, s in known.items()}
         return [draws[sequence.key] for sequence in owners]
 
     def pick(self, logits: Floats, owners: Sequence[SequenceView], depth: int, num_children: int) -> BestTokens:
         """Children of N nodes, as `draws` names them. Shape: float32 [N, Vd]."""
-        known = {sequence.key: self._key(sequence, depth) for sequence in owners}
-        keys = [known[sequence.key] for sequence in owners]
+        draws, size = self.draws(owners, depth), (len(owners), num_children)
         floors: Floats = np.full(len(owners), _ALL)
         finite = np.atleast_1d(np.isfinite(logits).all(1))
         scaled = np.zeros(logits.shape, np.float32)
-        for row, sequence in enumerate(owners):
-            if not finite[row]:
-                continue
-            params = sequence.request.params
-            scaled[row] = edited(logits[row], params, self._edits(sequence))
+        for row in np.flatnonzero(finite).tolist():
+            params = draws[row].params
+            scaled[row] = edited(logits[row], params, draws[row].edits)
             if params.truncates:
                 floors[row] = survivor_floor(scaled[row], params)
-        size = (len(owners), num_children)
         best = BestTokens(np.empty(size, np.int64), np.empty(size, np.float64), finite)
-        noisy = np.array([key is not None for key in keys])
-        _pick(
-            scaled, self._ids, np.array([key or 0 for key in keys], np.uint64), noisy, floors, best.columns, best.scores
-        )
+        keys = np.array([draw.key or 0 for draw in draws], np.uint64)
+        noisy = np.array([draw.key is not None for draw in draws])
+        _pick(scaled, self._ids, keys, noisy, floors, best.columns, best.scores)
         return best
 
     def _key(self, sequence: SequenceView, depth: int) -> int | None:
