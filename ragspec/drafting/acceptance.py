@@ -122,7 +122,8 @@ class ChildAcceptance(AcceptanceCells):
         without noise, or drawn by chance (`ragspec.drafting.growing.draft`). Shape: [modes, 4, num_ranks].
         """
         ranks = np.minimum(np.arange(num_ranks), _NUM_RANKS - 1)
-        return self._first_cells[np.ix_(modes, range(_NUM_DEPTHS), ranks)]
+        cells: Ints = self._first_cells[np.ix_(np.array(modes), np.arange(_NUM_DEPTHS), ranks)]
+        return cells
 
     def chances(self, modes: Iterable[int]) -> Floats:
         """The probability of every cell of these modes, 0 in other cells. Shape: [cells]."""
