@@ -190,6 +190,5 @@ class ChildSampler:
         draw = draw_iid if self._iid else draw_without_replacement
         tokens = draw(probs, count, self._random)
         distinct = list(dict.fromkeys(tokens))
-        return DrawnChildren(
-            Draw(tokens, probs, self._iid), distinct, [float(np.log(probs[token])) for token in distinct]
-        )
+        log_probs = [float(np.log(probs[token])) for token in distinct]
+        return DrawnChildren(Draw(tokens, probs, self._iid), distinct, log_probs)

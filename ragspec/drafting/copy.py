@@ -381,12 +381,8 @@ class CopyDrafter(Drafter):
             self._room = np.empty((size, NUM_GIVEN), np.int64), np.empty(size)
         begins, levels = np.cumsum([0, *map(len, outputs)]), np.array(budget.depths, np.int64)
         limits = budget.max_nodes, max(self._least_prob, budget.least_prob)
-        texts = (
-            np.array([index.address for index in indexes]),
-            (written, begins),
-            (self._marks, self._opens),
-        )
-        starts, failing, longest = _propose(*texts, levels, limits, self._room)
+        addresses, quoting = np.array([index.address for index in indexes]), (self._marks, self._opens)
+        starts, failing, longest = _propose(addresses, (written, begins), quoting, levels, limits, self._room)
         nodes, probs = self._room[0][: starts[-1]].copy(), self._room[1][: starts[-1]].copy()
         tables = [index.acceptance for index in indexes]
         return Proposals(self.name, nodes, probs, starts, partial(_guesses, tables)), failing, longest

@@ -78,9 +78,8 @@ class CostTable:
             rounds.append({c: [forward_s(n, c) for n in rows] for c in contexts})
         seconds = {c: [min(times) for times in zip(*(r[c] for r in rounds), strict=True)] for c in contexts}
         further = [n for n in _BUCKETS if rows[-1] < n <= max_rows]
-        return cls(
-            {c: [*column, *_extrapolated(rows, column, further)] for c, column in seconds.items()}, [*rows, *further]
-        )
+        whole = {c: [*column, *_extrapolated(rows, column, further)] for c, column in seconds.items()}
+        return cls(whole, [*rows, *further])
 
     @property
     def measured(self) -> tuple[list[int], dict[int, list[float]]]:

@@ -133,10 +133,8 @@ class LookaheadDrafter(Drafter):
         self._sequences[sequence.key] = _Lookahead(sequence.request.prompt_ids, acceptance)
 
     def propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> list[list[Proposal]]:
-        return [
-            self._sequences[sequence.key].draft(sequence.tokens[-1], budget.max_nodes, depth)
-            for sequence, depth in zip(sequences, budget.depths, strict=True)
-        ]
+        parts = zip(sequences, budget.depths, strict=True)
+        return [self._sequences[s.key].draft(s.tokens[-1], budget.max_nodes, depth) for s, depth in parts]
 
     def observe(self, sequence: SequenceView, tokens: SequenceOf[int], features: Features) -> None:
         if tokens:

@@ -243,11 +243,10 @@ class Planner:
                 self._drafters[number].learn_nodes(given, judged)
             known = np.array([len(own) > 0 for own in tokens])
             self._count(plan, rows[known], plan.trees.figures[known])
-        for sequence, result, own in zip(sequences, results, features, strict=True) if self._watching else ():
-            for drafter in self._watching.intersection(
-                (self._own.get(sequence.key) or self._own_of(sequence)).drafters
-            ):
-                self._drafters[drafter].observe(sequence, result.token_ids, own)
+        for sequence, result, states in zip(sequences, results, features, strict=True) if self._watching else ():
+            own = self._own.get(sequence.key) or self._own_of(sequence)
+            for drafter in self._watching.intersection(own.drafters):
+                self._drafters[drafter].observe(sequence, result.token_ids, states)
 
     def _count(self, plan: StepPlan, rows: Ints, figures: Floats) -> None:
         """Count the figures of sequences of a step. Shape: as in `StepTrees`."""

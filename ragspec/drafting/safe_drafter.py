@@ -54,10 +54,8 @@ class SafeDrafter:
         """If the call for all sequences fails, each sequence gets a call of its own."""
         proposed = self._safe_propose(sequences, budget)
         if proposed is None and len(sequences) > 1:
-            alone = [
-                self._safe_propose([sequence], budget._replace(depths=[depth]))
-                for sequence, depth in zip(sequences, budget.depths, strict=True)
-            ]
+            parts = zip(sequences, budget.depths, strict=True)
+            alone = [self._safe_propose([sequence], budget._replace(depths=[depth])) for sequence, depth in parts]
             if any(own is not None for own in alone):
                 proposed = Proposals.of(self.name, [own[0] if own is not None else () for own in alone])
         self._num_in_a_row = self._num_in_a_row + 1 if proposed is None else 0

@@ -261,15 +261,8 @@ class ReferenceIndex:
         self.quotes = np.array(_ranked_quotes(references, self.begin), np.int32)
         self.order = SortedSuffixes.build(self.tokens, 1).order
         self.distinct = frozenset(self.tokens.tolist())
-        found, starts = (address_of(self.quotes), len(self.quotes)), (address_of(self.starts), len(self.starts))
-        self.columns = (
-            address_of(self.order),
-            address_of(self.facts),
-            len(self.tokens),
-            *found,
-            *starts,
-            self.follows_input,
-        )
+        found = address_of(self.quotes), len(self.quotes), address_of(self.starts), len(self.starts)
+        self.columns = address_of(self.order), address_of(self.facts), len(self.tokens), *found, self.follows_input
 
 
 class SuffixIndex:
@@ -353,9 +346,8 @@ def searched_text(columns: Any, opens: Any) -> SearchedText:
 def _starts(references: list[Reference], begin: NDArray[np.int64]) -> Ints:
     """Where an output may begin that repeats a text from its first token: place and kind, drafts first. Shape: int32 [S, 2]."""
     kinds = (SourceKind.DRAFT, SourceKind.PREDICTION, SourceKind.INPUT)
-    found = [
-        (at, kind) for kind in kinds for at, each in zip(begin.tolist(), references, strict=False) if each.kind is kind
-    ]
+    places = list(zip(begin.tolist(), references, strict=False))
+    found = [(at, kind) for kind in kinds for at, each in places if each.kind is kind]
     return np.array(found, np.int32).reshape(-1, 2)
 
 

@@ -279,10 +279,8 @@ class KeyedSampler(ChoiceSampler):
         if not params.greedy:
             keys = [*output_keys(self._seed, self._choice, index, num_levels)]
         if self._counts is None and self._biased_lengths.isdisjoint(range(index, index + num_levels)):
-            levels = [
-                KeyedDraw(params, key, logit_edits(params, None, self._forbidden(index + n)))
-                for n, key in enumerate(keys)
-            ]
+            edits = [logit_edits(params, None, self._forbidden(index + n)) for n in range(num_levels)]
+            levels = [KeyedDraw(params, *each) for each in zip(keys, edits, strict=True)]
             return [levels[depth] for depth in tree.depths]
         paths = ([tree.token_ids[n] for n in tree.ancestors(node)[1:]] for node in range(len(tree)))
         return [KeyedDraw(params, keys[len(path)], logit_edits(*self._after(path))) for path in paths]

@@ -176,10 +176,8 @@ def _flash_config(family: BlockFamily, raw: files.Raw, stored: Mapping[str, Tens
         rank = files.integer(given, "markov_rank", 0)
         if rank and (kind := given.get("markov_head_type", "vanilla")) != "vanilla":
             raise ModelError(f"config.json has markov_head_type {kind!r}, which is not served; vanilla is")
-        is_speculators = "speculators_model_type" in given
-        samples_anchor = files.truth(
-            given, "sample_from_anchor", not is_speculators and not files.truth(given, "dspark_bonus_anchor")
-        )
+        has_bonus_anchor = "speculators_model_type" in given or files.truth(given, "dspark_bonus_anchor")
+        samples_anchor = files.truth(given, "sample_from_anchor", not has_bonus_anchor)
     sizes = (files.integer(given, "mask_token_id"), files.integer(given, "block_size"))
     return BlockConfig(shape, *sizes, samples_anchor, rank)
 

@@ -267,12 +267,8 @@ def flat_config(raw: Raw, overrides: Raw) -> dict[str, Any]:
     _check_kind(raw)
     eagle = _read_section(section_of(raw, "eagle_config"))
     nested = section_of(raw, "model") if raw.get("model_type") == "eagle" else {}
-    merged = {
-        **_read_section(section_of(raw, "transformer_layer_config")),
-        **_read_section(nested),
-        **eagle,
-        **_read_section(raw),
-    }
+    layer = _read_section(section_of(raw, "transformer_layer_config"))
+    merged = {**layer, **_read_section(nested), **eagle, **_read_section(raw)}
     if eagle.get("norm_output") is not None:
         merged[FEEDBACK_KEY] = eagle["norm_output"]
     merged |= {key: value for key, value in overrides.items() if value is not None}

@@ -168,21 +168,17 @@ class EagleHead(Head):
 def stack_layer(config: HeadConfig, index: int = 1) -> DecoderLayer:
     """A layer of a stack; the first of an EAGLE-3 head reads pairs."""
     is_first_of_eagle3 = config.family is EagleFamily.EAGLE3 and index == 0
-    heads, head_dim, width = config.num_heads, config.head_dim, config.hidden_size
+    head_dim, width, eps = config.head_dim, config.hidden_size, config.rms_norm_eps
+    shape = AttentionShape(config.num_heads, config.num_kv_heads, head_dim, head_dim**-0.5, config.window)
+    inputs = 2 * width if is_first_of_eagle3 else width
     attention = HeadAttention(
-        AttentionShape(heads, config.num_kv_heads, head_dim, head_dim**-0.5, config.window),
-        2 * width if is_first_of_eagle3 else width,
-        width,
-        config.rms_norm_eps,
-        qkv_bias=config.qkv_bias,
-        output_bias=config.output_bias,
-        qk_norm=config.qk_norm,
+        shape, inputs, width, eps, qkv_bias=config.qkv_bias, output_bias=config.output_bias, qk_norm=config.qk_norm
     )
-    layer = DecoderLayer(attention, config.intermediate_size, config.rms_norm_eps)
+    layer = DecoderLayer(attention, config.intermediate_size, eps)
     if is_first_of_eagle3:
-        layer.hidden_norm = RmsNorm(width, config.rms_norm_eps)
+        layer.hidden_norm = RmsNorm(width, eps)
     if is_first_of_eagle3 or (index and not config.positions_per_layer):
-        layer.input_layernorm = RmsNorm(width, config.rms_norm_eps)
+        layer.input_layernorm = RmsNorm(width, eps)
     return layer
 
 

@@ -108,13 +108,9 @@ class Beam:
             own[: len(draft.open)] = picks[end - len(draft.open) : end]
         with np.errstate(invalid="ignore"):  # of places without a child
             chosen = self._choose(rows)
-        return GrownLevel(
-            [
-                Children.of(children[: len(draft.open)], places)
-                for children, places, draft in zip(*chosen, self._drafts, strict=True)
-            ],
-            num_rows,
-        )
+        parts = zip(*chosen, self._drafts, strict=True)
+        children = [Children.of(found[: len(draft.open)], places) for found, places, draft in parts]
+        return GrownLevel(children, num_rows)
 
     def _choose(self, picks: Array) -> _Chosen:
         """Choose among the children of the open nodes, and go on to the next level. Shape: float64 [B, W, 2 k + 1]."""
