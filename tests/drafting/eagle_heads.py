@@ -76,14 +76,10 @@ def random_head(
 
 
 def same(left: HeadCheckpoint, right: HeadCheckpoint) -> bool:
-    tensors = left.tensors
-    return (
-        left.config == right.config
-        and tensors.keys() == right.tensors.keys()
-        and all(
-            t.dtype == right.tensors[name].dtype and torch.equal(t, right.tensors[name]) for name, t in tensors.items()
-        )
-    )
+    if left.config != right.config or left.tensors.keys() != right.tensors.keys():
+        return False
+    pairs = [(tensor, right.tensors[name]) for name, tensor in left.tensors.items()]
+    return all(one.dtype == other.dtype and torch.equal(one, other) for one, other in pairs)
 
 
 def save_head(folder: Path, checkpoint: HeadCheckpoint, dialect: str = "official") -> None:
@@ -91,11 +87,8 @@ def save_head(folder: Path, checkpoint: HeadCheckpoint, dialect: str = "official
     config, tensors = checkpoint.config, dict(checkpoint.tensors)
     norms = tensors.pop("fc_norm.weight", None)
     if norms is not None:
-        tensors |= (
-            {f"fc_norm.{i}.weight": norm for i, norm in enumerate(norms)}
-            if len(norms) > 1
-            else {"input_norm.weight": norms[0]}
-        )
+        names = [f"fc_norm.{i}.weight" for i in range(len(norms))] if len(norms) > 1 else ["input_norm.weight"]
+        tensors |= dict(zip(names, norms, strict=True))
     shape, flags = _config_shape(config), _config_flags(config, norms is not None and len(norms) > 1)
     if dialect == "official":
         raw = shape | flags

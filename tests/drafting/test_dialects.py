@@ -147,11 +147,8 @@ def dialect(name: str) -> tuple[dict[str, Any], dict[str, Tensor], Reading | str
     given = DIALECTS[name]
     stored = tensors(**given["tensors"]) | {each: torch.ones(shape) for each, shape in given.get("ones", {}).items()}
     reading = given.get("reading", {})
-    return (
-        given["config"],
-        stored,
-        given.get("refused") or Reading(**reading | {"taps": tuple(reading.get("taps", (2, 6, 9)))}),
-    )
+    right = given.get("refused") or Reading(**reading | {"taps": tuple(reading.get("taps", (2, 6, 9)))})
+    return given["config"], stored, right
 
 
 @pytest.mark.parametrize("name", [*DIALECTS, *MADE])

@@ -24,11 +24,8 @@ def test_the_written_layout_is_the_published_one(tmp_path: Path) -> None:
     norms = "hidden_norm input_layernorm post_attention_layernorm"
     in_layer = {f"midlayer.{name}.weight" for name in (layer + " " + norms).split()}
     assert stored.keys() == in_layer | {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"}
-    assert (stored["d2t"].dtype, stored["t2d"].dtype, stored["fc.weight"].dtype) == (
-        torch.int64,
-        torch.bool,
-        torch.bfloat16,
-    )
+    dtypes = [stored[name].dtype for name in ("d2t", "t2d", "fc.weight")]
+    assert dtypes == [torch.int64, torch.bool, torch.bfloat16]
     assert stored["t2d"].nonzero()[:, 0].tolist() == [row + offset for row, offset in enumerate(stored["d2t"].tolist())]
     assert json.loads((tmp_path / "config.json").read_text()) == {
         "architectures": ["LlamaForCausalLM"],

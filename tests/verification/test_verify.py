@@ -62,12 +62,8 @@ def emit(law: dict[tuple[int, ...], np.ndarray], paths: Sequence[tuple[int, ...]
 
 def joint(law: dict[tuple[int, ...], np.ndarray]) -> np.ndarray:
     """Probability of every output of LENGTH tokens."""
-    return np.array(
-        [
-            np.prod([softmax(law[path[:i]])[path[i]] for i in range(LENGTH)])
-            for path in itertools.product(range(V), repeat=LENGTH)
-        ]
-    )
+    paths = itertools.product(range(V), repeat=LENGTH)
+    return np.array([np.prod([softmax(law[path[:i]])[path[i]] for i in range(LENGTH)]) for path in paths])
 
 
 def counts_of(outputs: Sequence[tuple[int, ...]]) -> np.ndarray:
