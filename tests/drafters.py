@@ -120,16 +120,12 @@ class Random(Quiet):
         self._random = random.Random(seed)
 
     def draft(self, sequence: SequenceView, max_nodes: int) -> list[Proposal]:
-        draw = self._random
-        return [
-            Proposal(
-                draw.choice([*sequence.tokens[-8:], draw.randrange(self.vocab_size)]),
-                draw.randrange(-1, i),
-                draw.choice((0.0, 0.3, 1.0, 7.0)),
-                Origin(self.name),
-            )
-            for i in range(draw.randrange(max_nodes + 1))
-        ]
+        draw, proposals = self._random, list[Proposal]()
+        for i in range(draw.randrange(max_nodes + 1)):
+            token = draw.choice([*sequence.tokens[-8:], draw.randrange(self.vocab_size)])
+            parent, prob = draw.randrange(-1, i), draw.choice((0.0, 0.3, 1.0, 7.0))
+            proposals.append(Proposal(token, parent, prob, Origin(self.name)))
+        return proposals
 
 
 class Raising(Knowing):

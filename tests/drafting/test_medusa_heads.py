@@ -35,6 +35,7 @@ LM_HEAD, EMBEDDING = 0.2 * torch.randn(2, VOCAB, HIDDEN, generator=torch.Generat
 
 def a_target() -> Any:
     """All that heads see of a target."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     return SimpleNamespace(
         vocab_size=VOCAB,
         hidden_size=HIDDEN,
@@ -42,14 +43,7 @@ def a_target() -> Any:
         backend=CpuBackend(),
         embedding=EMBEDDING,
         logits_of=lambda states: states @ LM_HEAD.T,
-        text_config=LlamaConfig(
-            hidden_size=HIDDEN,
-            vocab_size=VOCAB,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            intermediate_size=96,
-            head_dim=16,
-        ),
+        text_config=LlamaConfig(hidden_size=HIDDEN, vocab_size=VOCAB, intermediate_size=96, **heads),
     )
 
 

@@ -54,14 +54,8 @@ def test_rows_hold_the_survivors_of_sampling(logits: np.ndarray, top_k: int, top
 def test_rows_are_warped_as_the_oracle_says() -> None:
     """A warp missing, or in another order than sampling's."""
     logits = np.random.default_rng(0).normal(0, 2, 9).astype(np.float32)
-    params = SamplingParams(
-        temperature=0.6,
-        repetition_penalty=1.5,
-        presence_penalty=0.4,
-        frequency_penalty=0.2,
-        logit_bias={3: 2.0},
-        min_tokens=9,
-    )
+    penalties = {"repetition_penalty": 1.5, "presence_penalty": 0.4, "frequency_penalty": 0.2}
+    params = SamplingParams(temperature=0.6, logit_bias={3: 2.0}, min_tokens=9, **penalties)
     probs = token_probs(logits, params, TokenCounts((1, 2), [2, 4, 4]), forbidden=(7,))
     np.testing.assert_allclose(probs, softmax(oracle.warped(logits, (1, 2), [2, 4, 4], params, (7,))), rtol=1e-12)
 
@@ -103,13 +97,10 @@ def test_draws_end_with_the_support() -> None:
 
 def test_every_key_has_numbers_of_its_own() -> None:
     """Two tokens, two choices, or drafts and decisions that meet the same numbers, or those of the Gumbel noise."""
-    keys = itertools.product((0, 2**64 - 1), (0, 1), (0, 1, 5), RandomStream)
-    numbers = [chance.uniform() for chance in (KeyedRandom(*key) for key in keys) for _ in range(5)]
-    noise = [
-        bits / 2**53
-        for parts in itertools.product((0, 2**64 - 1), (0, 1), (0, 1, 5))
-        for bits in oracle.bits(*parts, 20)
-    ]
+    keys = list(itertools.product((0, 2**64 - 1), (0, 1), (0, 1, 5)))
+    chances = [KeyedRandom(*key, stream) for key in keys for stream in RandomStream]
+    numbers = [chance.uniform() for chance in chances for _ in range(5)]
+    noise = [bits / 2**53 for key in keys for bits in oracle.bits(*key, 20)]
     assert len({*numbers, *noise}) == len(numbers) + len(noise)
     again = KeyedRandom(0, 0, 0, RandomStream.VERIFY)
     assert [again.uniform() for _ in range(5)] == numbers[:5]
