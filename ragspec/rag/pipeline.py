@@ -24,31 +24,14 @@ from ragspec.config import ChatConfig, GenerationConfig, PipelineConfig, setting
 from ragspec.core import Completion, Message, Passage, SamplingOptions, SamplingParams, Say, log_progress
 from ragspec.engine.loading import load_engine
 from ragspec.errors import ConfigError
+from ragspec.rag import steps
 from ragspec.rag.answer import Answer, AnswerStream
 from ragspec.rag.chat.chat import Chat, ChatSession, SavedConversation
 from ragspec.rag.chat.conversations import ConversationStore
 from ragspec.rag.chat.history import ChatTurn
 from ragspec.rag.pipeline_stages import ItemResult, PipelineStage, StagedPipeline
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.steps import (
-    Closeable,
-    EngineLike,
-    PreparedQuestion,
-    Question,
-    RetrievedQuestion,
-    RetrieverLike,
-    after_first,
-    build_answer,
-    build_request,
-    collect_completions,
-    default_params,
-    generate_answers,
-    params_of_each,
-    parse_scope,
-    retrieve_passages,
-    said_completions,
-    stream_answer,
-)
+from ragspec.rag.steps import Closeable, EngineLike, PreparedQuestion, Question, RetrievedQuestion, RetrieverLike
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.retriever import Retriever
 from ragspec.retrieval_config import When
@@ -86,7 +69,7 @@ class Pipeline(Closeable):
         """`abstain_below` and, in conversations, `when` as in `RetrieverConfig`, which the retriever must have been made with."""
         self.engine = engine
         self._retriever, self._prompts, self._num_passages = retriever, prompts, num_passages
-        self._defaults = default_params(generation or GenerationConfig())
+        self._defaults = steps.default_params(generation or GenerationConfig())
         self._abstain_below, self._when, self._chat = abstain_below, when, chat or ChatConfig()
 
     @classmethod
@@ -140,8 +123,8 @@ class Pipeline(Closeable):
 
         Raises: InputError or PromptTooLong for the first question that cannot be asked; no answer is returned then.
         """
-        generated = generate_answers(self._prepare(questions, params, **options), self.engine)
-        return [build_answer(each, completion) for each, completions in generated for completion in completions]
+        generated = steps.generate_answers(self._prepare(questions, params, **options), self.engine)
+        return [steps.build_answer(each, completion) for each, completions in generated for completion in completions]
 
     def stream(
         self, question: str, params: SamplingParams | None = None, **options: Unpack[QuestionOptions]
@@ -152,7 +135,7 @@ class Pipeline(Closeable):
         """
         options["n"] = 1
         prepare = partial(self._prepare, [question], params, **options)
-        return AnswerStream(stream_answer(self.engine, lambda: prepare()[0], build_answer))
+        return AnswerStream(steps.stream_answer(self.engine, lambda: prepare()[0], steps.build_answer))
 
     def retrieve(
         self,
@@ -167,7 +150,7 @@ class Pipeline(Closeable):
         Raises: InputError, StoreError.
         """
         asked = self._asked([question], num_passages=num_passages, tenant=tenant, filter=filter)
-        return list(retrieve_passages(self._retriever, asked)[0].passages)
+        return list(steps.retrieve_passages(self._retriever, asked)[0].passages)
 
     def chat(
         self,
@@ -193,17 +176,16 @@ class Pipeline(Closeable):
             "",
             (Message("system", system),) if system else (),
             self._defaults,
-            parse_scope(tenant, filter),
+            steps.parse_scope(tenant, filter),
             conversation,
             self._num_passages,
             when=self._when,
             cache_salt=cache_salt,
             abstain_below=self._abstain_below,
         )
-        is_given = isinstance(store, ConversationStore)
         kept = store if isinstance(store, ConversationStore) else ConversationStore(store or ":memory:")
         chat = Chat(self._retriever, self._prompts, kept, self._chat, self.engine)
-        session = ChatSession(chat, self.engine, turn, owns_store=not is_given)
+        session = ChatSession(chat, self.engine, turn, owns_store=kept is not store)
         session.restore(resumed)
         return session
 
@@ -211,8 +193,8 @@ class Pipeline(Closeable):
         self.engine.close()
 
     def _prepare(self, *asked: Any, **options: Any) -> list[PreparedQuestion]:
-        retrieved = retrieve_passages(self._retriever, self._asked(*asked, **options))
-        return [build_request(each, self._prompts) for each in retrieved]
+        retrieved = steps.retrieve_passages(self._retriever, self._asked(*asked, **options))
+        return [steps.build_request(each, self._prompts) for each in retrieved]
 
     def _asked(
         self,
@@ -225,9 +207,9 @@ class Pipeline(Closeable):
         filter: Mapping[str, Any] | None = None,
         **sampling: Any,
     ) -> list[Question]:
-        own = params_of_each(questions, params, self._defaults, sampling)
+        own = steps.params_of_each(questions, params, self._defaults, sampling)
         k = self._num_passages if num_passages is None else num_passages
-        shared = k, parse_scope(tenant, filter), Speculation.of(speculation), self._abstain_below
+        shared = k, steps.parse_scope(tenant, filter), Speculation.of(speculation), self._abstain_below
         each = zip(questions, own, strict=True)
         return [Question(uuid.uuid4().hex, text, own_params, *shared) for text, own_params in each]
 
@@ -263,19 +245,24 @@ class AsyncPipeline:
         limits = limits or PipelineLimits()
 
         def build_requests(batch: Sequence[RetrievedQuestion]) -> list[PreparedQuestion]:
-            return [build_request(retrieved, prompts) for retrieved in batch]
+            return [steps.build_request(retrieved, prompts) for retrieved in batch]
 
         async def generate(batch: Sequence[PreparedQuestion]) -> list[_GeneratedChoices]:
-            asked = [await after_first(each, engine) for each in batch]
-            return [(each, said_completions(each) or await collect_completions(engine, each.request)) for each in asked]
+            asked = [await steps.after_first(each, engine) for each in batch]
+            return [
+                (each, steps.said_completions(each) or await steps.collect_completions(engine, each.request))
+                for each in asked
+            ]
 
         def cite(generated: Sequence[_GeneratedChoices]) -> list[tuple[Answer, ...]]:
-            return [tuple(build_answer(prepared, choice) for choice in choices) for prepared, choices in generated]
+            return [
+                tuple(steps.build_answer(prepared, choice) for choice in choices) for prepared, choices in generated
+            ]
 
         stages = (
             PipelineStage(
                 "retrieve",
-                partial(retrieve_passages, retriever),
+                partial(steps.retrieve_passages, retriever),
                 limits.max_batch,
                 limits.max_lookups,
                 group=attrgetter("num_passages", "scope"),
