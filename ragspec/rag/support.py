@@ -20,12 +20,14 @@ sentence is for the reader to judge.
 
 import math
 import re
+import tomllib
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 from ragspec.core import Citation, Passage
@@ -43,28 +45,10 @@ _TOKEN = re.compile(
     rf"|(?:(?![{IDEOGRAPHS}])\w)+(?:[.'’_/-]+(?:(?![{IDEOGRAPHS}])\w)+)*[+#]*"
     r"|[<>=≤≥≠!]+|[%;()]|,"
 )
-_FUNCTION = frozenset(
-    "a an the is are was were be been being it its this that these those there he she they do does did also , ( )".split()
+_LISTS: dict[str, str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_FUNCTION, _BOUNDARIES, _CONDITIONS, _CLAUSE_ENDS = (
+    frozenset(_LISTS[name].split()) for name in ("function", "boundaries", "conditions", "clause_ends")
 )
-"""Words that a sentence may hold without its source, and the other way round."""
-_NEGATION_WORDS = (
-    "not no never none nor neither nobody nothing nowhere without cannot hardly scarcely barely rarely seldom false falsely "
-    "untrue incorrect incorrectly wrongly myth deny denies denied denying doubt doubts doubted refuse refuses refused fail "
-    "fails failed failing lack lacks lacked lacking alleged allegedly claimed supposedly if unless except "
-    "nicht kein keine keinen keiner nie niemals ohne ne pas jamais sans aucun aucune nunca sin ningún non mai senza niet geen "
-    "não nem nenhum nenhuma sem не ни нет без никогда inte aldrig utan ikke aldri aldrig uden ei eivät ilman nu nici fără değil "
-    "yok δεν δε μη μην όχι ποτέ χωρίς لا ليس ليست لم لن नहीं 不 没 沒 未 无 無 非 勿 안 못 않"
-)
-"""Words of a clause that no sentence may leave out."""
-_BOUNDARIES = frozenset(
-    "and or but who whom whose which where when while because although though as than then before after until since for from "
-    "to into of by with between ; may might could would should must can will only almost nearly about approximately around "
-    "least most more less fewer up over under partly partially und oder aber et ou mais y o pero".split()
-)
-"""Words that may not be left out between words that both texts have."""
-_CONDITIONS = frozenset(("if", "unless", "because"))
-"""Words of a clause of which no end may be left out: a condition of two is another condition."""
-_CLAUSE_ENDS = frozenset("; but while whereas although though".split())
 _MAX_LEFT_OUT = 2
 
 
@@ -98,7 +82,7 @@ def _form(token: str) -> str:
     return lower.removesuffix("s") if is_plain else lower
 
 
-_NEGATIONS = frozenset(words_of(word)[-1].text for word in _NEGATION_WORDS.split())
+_NEGATIONS = frozenset(words_of(word)[-1].text for word in _LISTS["negations"].split())
 """As they are compared: casefolding and tokens change some of them."""
 
 

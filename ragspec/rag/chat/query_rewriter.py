@@ -13,8 +13,10 @@ added, because an answer may be wrong. The suite `answers` measures the rules on
 """
 
 import re
+import tomllib
 import uuid
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from ragspec.config import ChatConfig
@@ -86,18 +88,7 @@ _NAME = re.compile(
     r"|\b[a-z]+[A-Z]\w*"  # camelCase
 )
 _COMMON = frozenset(
-    "a about after again all alright also am an and another any anybody anyone anything apologies are aren't as ask at "
-    "awesome be because been before being best book booked but by can can't cool could couldn't currently did didn't do "
-    "does doesn't doing don't during each either else ever everything exactly few find fine first for from further get give "
-    "go goes going good got great had happen happened happens has hasn't have haven't having he hello help her here hers "
-    "hey hi him his hmm how however i i'd i'll i'm i've if in instead interesting into is isn't it its just keep kind know "
-    "last let like long look looking lot made make many may maybe me mean might more most much must my name need nice no "
-    "not nothing now number of off oh ok okay on once one ones only or other others our out over own people per perfect "
-    "place please possibly pretty really right same say see she should show so some somebody someone something soon sorry "
-    "still such sure take tell than thank thanks that that's the their them then there there's these they they're thing "
-    "things think this those time to too try two type under until up us use used very via want wanted was wasn't way we "
-    "well were weren't what what's when when's where where's which while who who's whom whose why will with without won't "
-    "wonderful would wouldn't yeah year years yep yes yet you you'd you're your".split()
+    tomllib.loads(Path(__file__).with_name("rewriting.toml").read_text(encoding="utf-8"))["common"].split()
 )
 _LEANS = re.compile(
     r"(?i)\b(?:he|she|it|they|him|her|them|his|hers|its|their|theirs|himself|herself|itself|themselves|this|these|those|there|then|"

@@ -18,22 +18,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ragspec.errors import InputError
-from ragspec.rag.grammar.edits import Edit, EditKind, edit_kind
+from ragspec.rag.grammar.edits import ENGLISH, Edit, EditKind, edit_kind
 from ragspec.retrieval.chunking import Span
 
 _WORD = re.compile(r"[^\W\d_](?:\w|['’](?=\w))*")
 _NAME = re.compile(r"(?<=[^\W\d_A-Z] )[A-Z](?:\w|['’](?=\w))*")
 _DIGITS = re.compile(r"\d(?:[\d.,:/-]*\d)?")
 _UNIT = re.compile(r"\w+(?:['’]\w+)*")
-_NUMBER_WORDS = frozenset(
-    "zero two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen "
-    "nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred thousand million billion trillion dozen half".split()
-)
-_CALENDAR = frozenset(
-    "monday tuesday wednesday thursday friday saturday sunday january february march april may june july august september "
-    "october november december english french german spanish italian chinese japanese i".split()
-)
-"""Capitalised words that are no names."""
+_NUMBER_WORDS, _CALENDAR = (frozenset(ENGLISH[name].split()) for name in ("numbers", "calendar"))
 _ENDS, _CLOSING = frozenset(".!?…。！？"), ")]}\"'’”» "
 _QUOTATION_MARKS = frozenset('"“”„‟«»‹›')
 
