@@ -16,6 +16,7 @@ from __future__ import annotations
 import html
 import itertools
 import re
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -99,17 +100,17 @@ class MarkedText:
         self.protected: tuple[Span, ...] = tuple(
             match.span() for match in _PROTECTED_OF[has_structure].finditer(self.plain)
         )
-        self._starts: list[int] = []  # in `plain`, of every non-empty part
-        self._offsets: list[int | None] = []  # from `plain` to `whole`; None: markup
-        self._behind: list[int] = []  # in `whole`: the end of the last text up to the part
-        at = read = behind = 0
+        self._places = array("q")  # in `whole`, of each character of `plain`; -1: it stands for markup
+        self._behind = array("q", [0])  # in `whole`, the end of the text before each character, and of all text
+        at = 0
         for part in self.parts:
-            if part.plain:
-                behind = behind if part.is_markup else at + len(part.text)
-                self._starts.append(read)
-                self._offsets.append(None if part.is_markup else at - read)
-                self._behind.append(behind)
-            at, read = at + len(part.text), read + len(part.plain)
+            if part.is_markup:
+                self._places.extend([-1] * len(part.plain))
+                self._behind.extend([self._behind[-1]] * len(part.plain))
+            else:
+                self._places.extend(range(at, at + len(part.text)))
+                self._behind.extend(range(at + 1, at + len(part.text) + 1))
+            at += len(part.text)
 
     @classmethod
     def read(cls, text: str, *, has_structure: bool = True) -> MarkedText:
@@ -132,39 +133,28 @@ class MarkedText:
 
     def span(self, start: int, end: int) -> Span:
         """The smallest span of `whole` with all text of `plain[start:end]`, without markup at its ends."""
-        first, last = self._part(start), self._part(max(start, end - 1))
-        own = [number for number in range(first, last + 1) if self._offsets[number] is not None] if start < end else []
-        if not own:
-            offset = self._offsets[first]
-            between = self._behind[first] if offset is None or start < end else start + offset
-            return between, between
-        return self._clipped(own[0], start, end)[0], self._clipped(own[-1], start, end)[1]
-
-    def _clipped(self, number: int, start: int, end: int) -> Span:
-        """The intersection of a part's text with `plain[start:end]`, as a span of `whole`."""
-        offset = self._offsets[number]
-        assert offset is not None
-        stop = self._starts[number + 1] if number + 1 < len(self._starts) else len(self.plain)
-        return max(start, self._starts[number]) + offset, min(end, stop) + offset
-
-    def _part(self, index: int) -> int:
-        return bisect_right(self._starts, index) - 1
+        own = [at for at in self._places[start:end] if at >= 0]
+        if own:
+            return own[0], own[-1] + 1
+        after = self._at(start) if start == end else None
+        between = self._behind[start] if after is None else after
+        return between, between
 
     def _at(self, index: int) -> int | None:
-        """The offset in `whole` of a character of `plain`; None if it represents markup."""
-        offset = self._offsets[self._part(index)]
-        return None if offset is None else index + offset
+        """The offset in `whole` of a character of `plain`; None if it stands for markup, or if there is none."""
+        at = self._places[index] if 0 <= index < len(self._places) else -1
+        return at if at >= 0 else None
 
     def _locate_span(self, start: int, end: int) -> Span | None:
-        """The span in `whole` of `plain[start:end]` if it lies in one part."""
-        offsets = set(self._offsets[self._part(start) : self._part(end - 1) + 1])
-        offset = offsets.pop()
-        return None if offsets or offset is None else (start + offset, end + offset)
+        """The span in `whole` of `plain[start:end]` if it is one text there, too."""
+        first = self._at(start)
+        if first is None or self._places[start:end] != array("q", range(first, first + end - start)):
+            return None
+        return first, first + end - start
 
     def _locate_insertion(self, edit: Edit) -> Span | None:
         """The place of an insertion: before the next character if it begins with a letter, else after the previous one."""
-        before = self._at(edit.start - 1) if edit.start else None
-        after = self._at(edit.start) if edit.start < len(self.plain) else None
+        before, after = self._at(edit.start - 1), self._at(edit.start)
         places = [at for at in (None if before is None else before + 1, after) if at is not None]
         if not places:
             return None
