@@ -55,17 +55,16 @@ class Edit:
     kind: EditKind = EditKind.OTHER
 
 
-def word_edits(before: str, after: str, start: int = 0, *, keep_white: bool = False) -> list[Edit]:
+def word_edits(before: str, after: str, *, keep_white: bool = False) -> list[Edit]:
     """Edits from `before` to `after`: in order, not adjacent, with the fewest pieces changed.
 
-    `start`: the offset of `before` in a longer text. `keep_white`: all white space counts as equal, so line breaks stay.
+    `keep_white`: all white space counts as equal, so line breaks stay.
     Time is proportional to the product of the lengths of the differing parts.
     """
     old, new = split_pieces(before), split_pieces(after)
     same_old, same_new = (_unified(old), _unified(new)) if keep_white else (old, new)
-    first = _num_equal(same_old, same_new)
-    last = _num_equal(same_old[first:][::-1], same_new[first:][::-1])
-    at = start + sum(map(len, old[:first]))
+    first, last = common_ends(same_old, same_new)
+    at = sum(map(len, old[:first]))
     edits: list[Edit] = []
     pairs = _align(same_old[first : len(old) - last], same_new[first : len(new) - last])
     for stays, cut, put in _runs(pairs):
@@ -99,6 +98,12 @@ def _piece() -> re.Pattern[str]:
 
 def _unified(all_pieces: Sequence[str]) -> list[str]:
     return [" " if piece.isspace() else piece for piece in all_pieces]
+
+
+def common_ends(old: Sequence[str], new: Sequence[str]) -> tuple[int, int]:
+    """How many pieces are equal at the beginning, and then at the end."""
+    first = _num_equal(old, new)
+    return first, _num_equal(old[first:][::-1], new[first:][::-1])
 
 
 def _num_equal(old: Sequence[str], new: Sequence[str]) -> int:
@@ -166,9 +171,7 @@ def _cost(a: str, b: str) -> int:
 
 def _unlikeness(a: str, b: str) -> int:
     """0 to 100: the share of two words outside their common prefix and suffix."""
-    first = _num_equal(a, b)
-    last = _num_equal(a[first:][::-1], b[first:][::-1])
-    return 100 - 200 * (first + last) // (len(a) + len(b))
+    return 100 - 200 * sum(common_ends(a, b)) // (len(a) + len(b))
 
 
 ENGLISH: dict[str, str] = tomllib.loads(Path(__file__).with_name("english.toml").read_text(encoding="utf-8"))

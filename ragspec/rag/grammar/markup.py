@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ragspec.rag.grammar.edits import Edit
+from ragspec.rag.grammar.edits import Edit, common_ends
 from ragspec.retrieval.chunking import Span, sentences
 from ragspec.retrieval.chunking.chunker import short_spans
 
@@ -165,9 +165,7 @@ class MarkedText:
 def _trim_common_ends(edit: Edit) -> Edit:
     """The edit without the characters that stay at both ends."""
     old, new = edit.original, edit.replacement
-    most = min(len(old), len(new))
-    first = next((i for i in range(most) if old[i] != new[i]), most)
-    last = next((i for i in range(most - first) if old[-1 - i] != new[-1 - i]), most - first)
+    first, last = common_ends(old, new)
     original, replacement = (text[first : len(text) - last] for text in (old, new))
     return replace(edit, start=edit.start + first, end=edit.end - last, original=original, replacement=replacement)
 
