@@ -28,10 +28,12 @@ from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.quotable import quotable_runs
 from ragspec.rag.quote_choice import WEIGHTS, span_features
 from ragspec.rag.retrieval_head import PassageTokens, SpanAttention
+from ragspec.rag.wording import TextRules
 
 _DISTRACTORS = 2
 _GRID = np.arange(0.0, 1.55, 0.1)
 _PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
+_RULES = TextRules("blocks", symbols=True, places=True)
 
 
 class Scored(NamedTuple):
@@ -66,7 +68,7 @@ class Prober:
         (seen,) = self._engine.generate([Request("probe", ids, _PARAMS, attention_heads=self.heads)])
         rows = [SpanAttention(tokens, row).log_shares(spans) for row in seen.attention]
         if rows:
-            features = span_features(shown.question, told_apart, symbols=True, places=True, by_blocks=True)
+            features = span_features(shown.question, told_apart, _RULES)
             yield Scored(features @ np.array(WEIGHTS), gold, np.array(rows))
 
 

@@ -25,6 +25,7 @@ from ragspec.evaluation.datasets import fixed_sample
 from ragspec.evaluation.questions import AskedQuestion, holds_answer
 from ragspec.rag.quotable import quotable_runs
 from ragspec.rag.quote_choice import SpanFeatures, span_features
+from ragspec.rag.wording import TextRules
 from ragspec.retrieval.retriever import Retriever
 from ragspec.training.documentation import Neighbours
 from ragspec.training.reference.mixture import json_lines, question_paragraphs
@@ -93,7 +94,7 @@ def candidates_of(asked: Iterable[Shown]) -> Candidates:
     for number, each in enumerate(asked):
         runs = [(passage, run) for passage in each.passages for run in quotable_runs(passage)]
         holds = [each.answers(passage, *span) for passage, run in runs for span in run]
-        features.append(span_features(each.question, runs, symbols=True, places=True))
+        features.append(span_features(each.question, runs, TextRules(symbols=True, places=True)))
         gold += holds
         question += [number] * len(holds)
     return Candidates(np.concatenate(features), np.array(gold), np.array(question))

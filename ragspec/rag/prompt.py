@@ -13,6 +13,7 @@ import functools
 import re
 import threading
 import uuid
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -189,10 +190,7 @@ class PromptBuilder:
         if params.json_schema or not self.quotes_first or not prompt.passages:
             return params
         if fit.quote_weight and holds_quotes and not params.prefix_bias:
-            best = prompt.best_first()
-            chosen_by = rules.symbols, rules.places, rules.quotes == "blocks", latest if rules.places else None
-            weighted = (seen, fit.attention_weight) if seen else None
-            biases = quote_bias(question, best, self.plain_ids, fit.quote_weight, left_out, *chosen_by, weighted)
+            biases = quote_bias(question, prompt.best_first(), self.plain_ids, rules, left_out, latest, seen)
             params = replace(params, prefix_bias=biases)
         is_fitted = (fit.intercept or fit.slope or fit.mark) and fit.doubts != TODAYS_DOUBT  # its odds are of the "No"
         if closeness is None or params.first_token_bias or not is_fitted:
@@ -284,18 +282,15 @@ class PromptBuilder:
             longer_ids = tokens(shown)
             if len(longer_ids) <= room:
                 return Prompt.of(longer_ids, shown, (), order)
-        prompt_ids = tokens(())
-        if len(prompt_ids) > room:
-            raise PromptTooLong(len(prompt_ids), max(room, 0), max_tokens)
-        fitting, high = 0, len(passages) - 1
-        while fitting < high:
-            tried = (fitting + high + 1) // 2
-            longer_ids = tokens(passages[:tried])
-            if len(longer_ids) <= room:
-                fitting, prompt_ids = tried, longer_ids
-            else:
-                high = tried - 1
-        return Prompt.of(prompt_ids, passages[:fitting], passages[fitting:], order)
+
+        @functools.cache
+        def of_best(count: int) -> tuple[int, ...]:
+            return tokens(passages[:count])
+
+        if len(of_best(0)) > room:
+            raise PromptTooLong(len(of_best(0)), max(room, 0), max_tokens)
+        fitting = bisect_left(range(1, len(passages)), True, key=lambda count: len(of_best(count)) > room)
+        return Prompt.of(of_best(fitting), passages[:fitting], passages[fitting:], order)
 
     def context(self, passages: Sequence[Passage]) -> Message:
         """The message of numbered passages that follows their question."""

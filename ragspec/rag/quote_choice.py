@@ -10,7 +10,7 @@ The weights were learned by `pipelines/train_quote_choice.py`. Source: Robertson
 Framework (2009), for BM25; Yih et al., Question Answering Using Enhanced Lexical Semantic Models (2013), for the scoring of
 sentences by features.
 
-    >>> quote_bias("Who built the mill?", passages, prompts.plain_ids, weight=20.0)
+    >>> quote_bias("Who built the mill?", passages, prompts.plain_ids, TextRules(fit=AnswerFit(quote_weight=20.0)))
     {(18,): {540: 14.3, 504: 1.1}, (18, 504): {9103: 1.1, 2117: 0.2}}
 """
 
@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from ragspec.core import BlockKind, Passage
 from ragspec.rag.quotable import lines_above, quotable_runs
 from ragspec.rag.retrieval_head import SpanAttention
+from ragspec.rag.wording import TextRules
 from ragspec.retrieval.chunking import Span
 from ragspec.retrieval.chunking.chunker import SEPARATOR
 from ragspec.retrieval.search.analysis import COMMON_WORDS, Analyzer
@@ -133,24 +134,21 @@ def quote_bias(
     question: str,
     passages: Sequence[Passage],
     encode: Callable[[Sequence[str]], Sequence[Sequence[int]]],
-    weight: float,
+    rules: TextRules,
     left_out: Collection[str] = (),
-    symbols: bool = False,
-    places: bool = False,
-    by_blocks: bool = False,
     latest: LatestQuote | None = None,
-    seen: tuple[SpanAttention, float] | None = None,
+    seen: SpanAttention | None = None,
 ) -> dict[tuple[int, ...], dict[int, float]]:
     """Biases of the next token, in logits, by the output tokens before it.
 
-    `passages`: best first. `weight`: the bias of a quote of probability 1. `left_out`, `by_blocks`: as in `quotable_runs`.
-    `symbols`, `places`: as in `TextRules`. `latest`: of a dialogue that the question follows up. `seen`: where the target
-    looks, and the weight of a share's logarithm.
+    `passages`: best first. `rules`: the weight of their fit is the bias of a quote of probability 1. `left_out`: as in
+    `quotable_runs`. `latest`: of a dialogue that the question follows up. `seen`: where the target looks.
     """
+    by_blocks = rules.quotes == "blocks"
     runs = [(passage, run) for passage in passages for run in quotable_runs(passage, left_out, by_blocks=by_blocks)]
     quotes: dict[str, float] = {}
-    for passage, run, values in _with_probabilities(question, runs, symbols, places, by_blocks, latest, seen):
-        asks = [places and _ASKING_END.search(passage.text, start, end) is not None for start, end in run]
+    for passage, run, values in _with_probabilities(question, runs, rules, latest, seen):
+        asks = [rules.places and _ASKING_END.search(passage.text, start, end) is not None for start, end in run]
         for first, last, probability in _best_quotes(run, values, asks):
             text = passage.text[run[first][0] : run[last][1]]
             quotes[text] = max(probability, quotes.get(text, 0.0))
@@ -159,29 +157,24 @@ def quote_bias(
         return {}
     # Why beginnings: a target chose freely where a quote without a bias parts from a likely one behind the biased tokens, each of
     # which is a letter at least, or a part of another character
-    begins = tuple({text[:_BIASED_TOKENS] if text[:1].isascii() else text[:1] for text in likely} if places else ())
+    begins = tuple(
+        {text[:_BIASED_TOKENS] if text[:1].isascii() else text[:1] for text in likely} if rules.places else ()
+    )
     quotes = {text: each for text, each in quotes.items() if text in likely or text.startswith(begins)}
     (mark, *joined), parted = encode(['"', *(f'"{text}"' for text in quotes)]), encode([f'{text}"' for text in quotes])
     # Why both: some tokenizers have tokens that begin with the mark, and a target may write it alone
     ids = [*map(tuple, joined), *((*mark, *own) for own in parted)]
-    return _tree_bias(list(dict(zip(ids, [*quotes.values()] * 2, strict=True)).items()), weight)
+    return _tree_bias(list(dict(zip(ids, [*quotes.values()] * 2, strict=True)).items()), rules.fit.quote_weight)
 
 
 def _with_probabilities(
-    question: str,
-    runs: PassageRuns,
-    symbols: bool,
-    places: bool,
-    by_blocks: bool = False,
-    latest: LatestQuote | None = None,
-    seen: tuple[SpanAttention, float] | None = None,
+    question: str, runs: PassageRuns, rules: TextRules, latest: LatestQuote | None, seen: SpanAttention | None
 ) -> Iterator[tuple[Passage, list[Span], list[float]]]:
-    weights = np.array(WEIGHTS if places else FORMER_WEIGHTS)
-    scores = span_features(question, runs, symbols, places, by_blocks) @ weights  # [spans]
+    scores = span_features(question, runs, rules) @ np.array(WEIGHTS if rules.places else FORMER_WEIGHTS)  # [spans]
     if seen:
-        attention, weight = seen
-        scores += weight * attention.log_shares([(passage, *span) for passage, run in runs for span in run])
-    if latest:
+        shares = seen.log_shares([(passage, *span) for passage, run in runs for span in run])
+        scores += rules.fit.attention_weight * shares
+    if latest and rules.places:
         spans = [(passage.document_id, passage.start + start) for passage, run in runs for start, _ in run]
         scores += [latest.bonus(*span) for span in spans]
     chances = np.exp(scores - scores.max(initial=-math.inf))
@@ -236,17 +229,15 @@ def _tree_bias(
     return dict(biases)
 
 
-def span_features(
-    question: str, runs: PassageRuns, symbols: bool = False, places: bool = False, by_blocks: bool = False
-) -> NDArray[np.float64]:
+def span_features(question: str, runs: PassageRuns, rules: TextRules) -> NDArray[np.float64]:
     """`SpanFeatures` of all spans of all runs, the runs of the best passage first. Shapes: -> [spans, features]."""
     texts = [passage.text[start:end] for passage, run in runs for start, end in run]
     terms, asked = [_terms(text) for text in texts], _terms(question)
-    pairs, words_of = {*pairwise(asked)}, _words if symbols else _terms
+    pairs, words_of = {*pairwise(asked)}, _words if rules.symbols else _terms
     own_words = [words_of(text) for text in texts]
     holding = Counter(chain.from_iterable(map(set, own_words)))
     # Why no letter without its sign: `~n` and any "n" of a text would count as half of `~N`
-    signs = _SYMBOL.findall(question) if symbols else []
+    signs = _SYMBOL.findall(question) if rules.symbols else []
     letters = {sign[-1].lower() for sign in signs if _ONE_LETTER.fullmatch(sign)}
     counts = {term: holding[term] for term in sorted({*asked, *signs} - letters - _common())}
     weights = {term: math.log1p((len(texts) - count + 0.5) / (count + 0.5)) for term, count in counts.items()}
@@ -265,7 +256,8 @@ def span_features(
 
     passages = [passage for passage, run in runs for _ in run]
     words_above = cache(lambda text: frozenset(words_of(text)))
-    if places:
+    if rules.places:
+        by_blocks = rules.quotes == "blocks"
         above_spans = (_heading_of(passage, start, by_blocks) for passage, run in runs for start, _ in run)
         nearest = [words_above(text) for text in above_spans]
         own_words = [[*own, *(over.difference(own))] for own, over in zip(own_words, nearest, strict=True)]

@@ -197,7 +197,7 @@ def test_a_follow_ups_own_words_search_the_cited_document_and_choose_the_quote(
         refusals = [chat.prepare(turn(QUESTION, QUOTE, follow_up, abstain_below=least)).said for least in (0.5, 0.7)]
         assert [*map(bool, refusals)] == [False, follow_ups == "cited"]
         asked = follow_up if (follow_ups, history) == ("cited", "shown") else ready.question
-        bias = partial(quote_bias, passages=(*own, last), encode=prompts.plain_ids, weight=20.0, symbols=False)
+        bias = partial(quote_bias, passages=(*own, last), encode=prompts.plain_ids, rules=rules)
         assert ready.request.params.prefix_bias == bias(asked, left_out=[QUOTE.split('"')[1]])
     assert bias(follow_up) != bias(ready.question)
 

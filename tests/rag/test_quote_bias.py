@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from ragspec.core import Block, BlockKind, Passage, SamplingParams
 from ragspec.engine.target import Target
@@ -17,6 +18,10 @@ QUESTION = "Who built the mill?"
 PROMPT = Prompt.of((), PASSAGES, (), "rank")
 
 
+def by(weight: float = 20.0, **rules: Any) -> TextRules:
+    return TextRules(fit=AnswerFit(quote_weight=weight), **rules)
+
+
 def total(biases: dict[tuple[int, ...], dict[int, float]], ids: Sequence[int]) -> float:
     """Of all tokens of a span, each behind those before it."""
     return sum(biases.get(tuple(ids[:at]), {}).get(token, 0.0) for at, token in enumerate(ids))
@@ -30,21 +35,22 @@ def test_the_lines_that_a_setting_is_nested_in_are_its_words() -> None:
     assert [[*lines_above(text, start)] for start in starts] == [["limits:", "web:"], ["limits:", "db:"]]
     runs = [(passage, [(start, start + 9) for start in starts])]
     asked = "What is the memory limit of db?"
-    apart, nested = (span_features(asked, runs, True, True, by_blocks)[:, 0] for by_blocks in (False, True))
+    both = (by(quotes=quotes, symbols=True, places=True) for quotes in ("sentences", "blocks"))
+    apart, nested = (span_features(asked, runs, rules)[:, 0] for rules in both)
     assert apart[0] == apart[1] and nested[0] < nested[1]
 
 
 def test_the_span_that_holds_more_of_the_question_is_boosted_more(target: Target) -> None:
     """A bias on the quotation mark, which would stop abstentions; one below zero, which other tokens of a word escape."""
     prompts = PromptBuilder(target.tokenizer, 512)
-    biases = quote_bias(QUESTION, PASSAGES, prompts.plain_ids, 20.0)
+    biases = quote_bias(QUESTION, PASSAGES, prompts.plain_ids, by())
     sold, built, wheel, rain = (
         total(biases, ids) for ids in prompts.plain_ids([f'"{sentence}' for sentence in SENTENCES])
     )
     assert built > sold > wheel == rain == 0.0
     assert () not in biases and all(bias > 0.0 for branch in biases.values() for bias in branch.values())
-    assert SamplingParams(prefix_bias=quote_bias(QUESTION, PASSAGES, prompts.plain_ids, 1e6))
-    halved = quote_bias(QUESTION, PASSAGES, prompts.plain_ids, 10.0)
+    assert SamplingParams(prefix_bias=quote_bias(QUESTION, PASSAGES, prompts.plain_ids, by(1e6)))
+    halved = quote_bias(QUESTION, PASSAGES, prompts.plain_ids, by(10.0))
     assert {at: {token: bias / 2 for token, bias in branch.items()} for at, branch in biases.items()} == halved
 
 
@@ -53,7 +59,7 @@ def test_the_next_sentence_is_quoted_too_where_it_is_likely_to_answer(target: Ta
     text = "The mill keeps old flour. It keeps for 12 days. Rain falls."
     passages = (Passage("d", 0, text, 0, len(text)),)
     prompts = PromptBuilder(target.tokenizer, 512)
-    biases = quote_bias("How long does the mill keep flour?", passages, prompts.plain_ids, 20.0)
+    biases = quote_bias("How long does the mill keep flour?", passages, prompts.plain_ids, by())
     quotes = ['"The mill keeps old flour."', '"The mill keeps old flour. It keeps for 12 days."']
     short, long = prompts.plain_ids(quotes)
     at = next(n for n, (a, b) in enumerate(zip(short, long, strict=False)) if a != b)
@@ -67,7 +73,7 @@ def test_signs_and_letter_case_tell_an_option_from_another(target: Target) -> No
     texts = ("~n: messages with a score.", "~N: new messages.", "N messages have a score.")
     passages = [Passage("d", n, text, 0, len(text)) for n, text in enumerate(texts)]
     for symbols, best in ((True, 1), (False, 0)):
-        biases = quote_bias("What does ~N match?", passages, ids, 20.0, symbols=symbols)
+        biases = quote_bias("What does ~N match?", passages, ids, by(symbols=symbols))
         found = [total(biases, own) for own in ids([f'"{text}' for text in texts])]
         assert found[best] == max(found) and found.count(found[best]) == 1
     option = "-S/--size: sorts files by it."
@@ -80,9 +86,9 @@ def test_signs_and_letter_case_tell_an_option_from_another(target: Target) -> No
     for asked, text in cases.items():
         passages = [Passage("d", n, each, 0, len(each)) for n, each in enumerate((text, "Size of rain: --Size."))]
         runs = [(each, [(0, len(each.text))]) for each in passages]
-        features = span_features(asked, runs, symbols=True)
+        features = span_features(asked, runs, by(symbols=True))
         assert features[0, 0] > max(0.2, features[1, 0])
-        assert (features[:, 1] == span_features(asked, runs)[:, 1]).all()  # signs are no neighbours of words
+        assert (features[:, 1] == span_features(asked, runs, by())[:, 1]).all()  # signs are no neighbours of words
 
 
 def test_words_of_a_heading_are_its_sentences_too(target: Target) -> None:
@@ -92,7 +98,7 @@ def test_words_of_a_heading_are_its_sentences_too(target: Target) -> None:
     passages = [Passage("d", n, text, 0, len(text), heading="Options > keep_time") for n, text in enumerate(texts[:2])]
     passages.append(Passage("d", 2, texts[2], 0, len(texts[2]), heading="Weather"))
     for places, best in ((True, 1), (False, 0)):
-        biases = quote_bias("What is the default of keep_time?", passages, ids, 20.0, places=places)
+        biases = quote_bias("What is the default of keep_time?", passages, ids, by(places=places))
         found = [total(biases, own) for own in ids([f'"{text}' for text in texts])]
         assert found[best] == max(found) > min(found)
     text = "The default is 600.\n\ngrind_time\n\nThe default is 30."
@@ -101,7 +107,7 @@ def test_words_of_a_heading_are_its_sentences_too(target: Target) -> None:
     joined = Passage("d", 0, text, 0, len(text), heading="keep_time", headings=("keep_time",), blocks=blocks)
     early, late = ids([f'"{text[slice(*block[:2])]}"' for block in blocks[::2]])
     for asked, more, fewer in (("keep_time", early, late), ("grind_time", late, early)):
-        biases = quote_bias(f"What is the default of {asked}?", [joined], ids, 20.0, places=True)
+        biases = quote_bias(f"What is the default of {asked}?", [joined], ids, by(places=True))
         assert total(biases, more) > total(biases, fewer)
 
 
@@ -113,7 +119,7 @@ def test_a_question_in_a_text_is_no_answer(target: Target) -> None:
         said = text.replace("?", mark)
         passage = Passage("d", 0, said, 0, len(said), blocks=(Block(0, len(said), BlockKind.CODE),))
         asked, answered = ids([f'"{each}"' for each in (said.split("\n")[0], said.rpartition("\n")[0])])
-        biases = quote_bias(QUESTION, [passage], ids, 20.0, places=True)
+        biases = quote_bias(QUESTION, [passage], ids, by(places=True))
         assert total(biases, answered) > total(biases, asked)
 
 
@@ -123,7 +129,7 @@ def test_a_quote_is_boosted_until_it_parts_from_unlikely_ones(target: Target) ->
     texts = [f"host name of the server: {name}, in the cellar." for name in ("web1", "web2")]
     passages = [Passage("d", n, text, 0, len(text)) for n, text in enumerate(texts)]
     for places in (True, False):
-        biases = quote_bias("And of web1?", passages, ids, 20.0, places=places)
+        biases = quote_bias("And of web1?", passages, ids, by(places=places))
         first, second = ids([f'"{text}' for text in texts])
         at = next(n for n, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
         branch = biases.get(tuple(first[:at]), {})
@@ -141,7 +147,7 @@ def test_a_follow_up_reads_on_behind_the_latest_quote(target: Target) -> None:
     assert latest[:3] == ("d", 52, 40 + text.index(" Elm"))
 
     def found(latest: LatestQuote | None) -> list[float]:
-        biases = quote_bias("What has it?", passages, ids, 20.0, texts[1:2], places=True, latest=latest)
+        biases = quote_bias("What has it?", passages, ids, by(places=True), texts[1:2], latest=latest)
         return [total(biases, own) for own in ids([f'"{each}' for each in (*texts[::2], "Ash it has.")])]
 
     before, behind, other = found(latest)
@@ -162,7 +168,7 @@ def test_a_sentence_of_a_better_passage_is_boosted_more_wherever_the_prompt_show
     """The places in a prompt of the order "shared" taken for ranks."""
     texts = ("Anna built the mill.", "Carl built the mill. He sold it.")
     passages = [Passage("d", n, text, 0, len(text)) for n, text in enumerate(texts)]
-    prompts = PromptBuilder(target.tokenizer, 512, rules=TextRules(fit=AnswerFit(0.0, 0.0, 20.0)))
+    prompts = PromptBuilder(target.tokenizer, 512, rules=by())
     ids = [prompts.plain_ids([f'"{text.partition(".")[0]}."'])[0] for text in texts]
     for order in ("rank", "shared"):
         prompt = Prompt.of((), passages, (), order)
@@ -179,7 +185,7 @@ def test_the_same_quote_is_boosted_however_its_mark_is_tokenised() -> None:
         pieces = (re.findall(r'"The|\w+|.', text) for text in texts)
         return [[ids.setdefault(piece, len(ids)) for piece in own] for own in pieces]
 
-    biases = quote_bias(QUESTION, PASSAGES[:2], encode, 20.0)
+    biases = quote_bias(QUESTION, PASSAGES[:2], encode, by())
     joined, mark, the = (ids[piece] for piece in ('"The', '"', "The"))
     texts = [" mill was sold", " mill was built"]
     places = [[(*begin, *own) for own in encode(texts)] for begin in ((joined,), (mark, the))]
@@ -190,7 +196,7 @@ def test_the_same_quote_is_boosted_however_its_mark_is_tokenised() -> None:
 def test_a_quote_without_a_likely_rival_is_boosted(target: Target) -> None:
     """The surest quotes had no bias, since no other quote was in the tree, and the target quoted what it liked."""
     prompts = PromptBuilder(target.tokenizer, 512)
-    biases = quote_bias(QUESTION, PASSAGES[1:], prompts.plain_ids, 20.0)
+    biases = quote_bias(QUESTION, PASSAGES[1:], prompts.plain_ids, by())
     (ids,) = prompts.plain_ids([f'"{SENTENCES[1]}'])
     assert total(biases, ids) > 15.0 and len({at[:2] for at in biases}) <= 2
 
@@ -199,20 +205,20 @@ def test_texts_that_are_left_out_get_no_bias(target: Target) -> None:
     """A boost that the grammar forbids, which leaves the choice among the other spans to chance."""
     prompts = PromptBuilder(target.tokenizer, 512)
     sold, built, *_ = prompts.plain_ids([f'"{sentence}' for sentence in SENTENCES])
-    biases = quote_bias(QUESTION, PASSAGES, prompts.plain_ids, 20.0, [SENTENCES[1]])
+    biases = quote_bias(QUESTION, PASSAGES, prompts.plain_ids, by(), [SENTENCES[1]])
     at = next(n for n, (a, b) in enumerate(zip(sold, built, strict=False)) if a != b)
     assert built[at] not in biases.get(tuple(built[:at]), {})
 
 
 def test_no_passage_makes_no_bias(target: Target) -> None:
     """A softmax over nothing."""
-    assert quote_bias(QUESTION, (), PromptBuilder(target.tokenizer, 512).plain_ids, 20.0) == {}
+    assert quote_bias(QUESTION, (), PromptBuilder(target.tokenizer, 512).plain_ids, by()) == {}
 
 
 def test_passages_without_a_word_make_no_features() -> None:
     """A division by the average length of spans, which was zero."""
     passages = [Passage("d", n, text, 0, len(text)) for n, text in enumerate(("***", "..."))]
-    features = span_features("Who built the mill?", [(each, [(0, len(each.text))]) for each in passages])
+    features = span_features("Who built the mill?", [(each, [(0, len(each.text))]) for each in passages], by())
     assert features.shape == (2, 8) and not features[:, 0].any()
 
 

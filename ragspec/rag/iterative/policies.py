@@ -9,6 +9,7 @@ A policy is a pure function of the partial answer, so a rollback only has to res
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
@@ -184,11 +185,8 @@ def _sentence_length(token_ids: Sequence[int], decode: Decode) -> int:
     if len(spans) < 2:
         return len(token_ids)
     end = spans[1][0]  # a sentence ends where the next begins
-    low, high = 1, len(token_ids)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if len(decode(token_ids[:middle]).rstrip("\ufffd")) < end - 1 else (low, middle)
-    return low
+    counts = range(1, len(token_ids))
+    return 1 + bisect_left(counts, end - 1, key=lambda count: len(decode(token_ids[:count]).rstrip("\ufffd")))
 
 
 POLICIES: dict[str, Callable[..., Policy]] = {"ralm": InContextRalm, "flare": Flare, "retgen": IterRetGen}
