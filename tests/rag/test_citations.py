@@ -138,16 +138,7 @@ def test_a_long_answer_takes_no_long_time(piece: str, size: int) -> None:
     find_citations(piece * (size // len(piece)), passages)
 
 
-@pytest.mark.parametrize(
-    ("answer", "text"),
-    [
-        ("❤️ is great for all people here", "☀️ is great for all people here"),
-        ("वह अन्तर्राष्ट्रीयता था", "यह अन्तर्राष्ट्रीयकरण है"),
-        ("שָׁלוֹם עולם טוב מאוד היום", "שָׁלוֹם עולם טוב מאוד היוםָ"),
-        ('it says "I am here ❤" there', "I am here ❤️ again"),
-        ("👩‍🔬 is one of the people here", "👩 is one of the people here"),
-    ],
-)
+@pytest.mark.parametrize(("answer", "text"), EXAMPLES["answers that end inside a word or sign of the text"])
 def test_no_citation_begins_or_ends_inside_a_word_or_a_sign(answer: str, text: str) -> None:
     """A lone variation selector cited, half of a Hindi word called verbatim, half of an emoji."""
     whole_passage = Passage("d", 0, text, 0, len(text))

@@ -98,17 +98,7 @@ def test_numbers_and_names_stay(before: str, after: str, kept: list[list[str]]) 
     assert corrected != before, "everything was withheld"
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("I see tow mills.", "I see two mills."),
-        ("I see Anns mill.", "I see Ann's mill."),
-        ("i like london.", "I like London."),
-        ("We meet on monday.", "We met on Monday."),
-        ("We like The mill and the river.", "We like the mill and the river."),
-        ("HE GO TO THE MILL.", "HE GOES TO THE MILL."),
-    ],
-)
+@pytest.mark.parametrize(("before", "after"), EXAMPLES["what only looks like a name or number"])
 def test_what_only_looks_like_a_name_or_number_is_corrected(before: str, after: str) -> None:
     """Guards so wide that nothing with a capital is ever corrected."""
     assert outcome(before, after) == (after, [])
@@ -154,15 +144,7 @@ def test_only_wanted_kinds_are_made() -> None:
     assert (corrected, withheld) == ("He go to an old mill.", [("go", "kind")])
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "expected", "why"),
-    [
-        ("Call `fooo bar` now now.", "Call `foo bar` now.", "Call `fooo bar` now.", "code"),
-        ("See http://a.org/teh now now.", "See http://a.org/the now.", "See http://a.org/teh now.", "code"),
-        ("Ask teh@a.org about teh mill.", "Ask the@a.org about the mill.", "Ask teh@a.org about the mill.", "code"),
-        ("See [teh](teh.md) now.", "See [the](the.md) now.", "See [the](teh.md) now.", "code"),
-    ],
-)
+@pytest.mark.parametrize(("before", "after", "expected", "why"), EXAMPLES["code and addresses"])
 def test_code_and_addresses_stay(before: str, after: str, expected: str, why: str) -> None:
     """A link that leads nowhere after a correction, an option of a command that is spelt right at last."""
     corrected, withheld = outcome(before, after)

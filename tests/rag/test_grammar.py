@@ -163,44 +163,19 @@ def test_parameters_that_would_cut_a_text_are_refused(wrong: dict[str, Any]) -> 
         CorrectionRequest("m", TEXT, replace(SHORT, **wrong))
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [
-        "He goes to school.",
-        "The corrected sentence is: He goes to school.",
-        'The corrected sentence is "He goes to school."',
-        "Sure! Here is the corrected sentence:\n\n**He goes to school.**\n\nI changed the verb.",
-        "Corrected: He goes to school.",
-        "Here’s the revised version: “He goes to school.”",
-    ],
-)
+@pytest.mark.parametrize("reply", EXAMPLES["what a chat model says around a correction"])
 def test_what_a_chat_model_says_around_a_correction_is_no_part_of_it(reply: str) -> None:
     """Every correction of an ordinary chat model was withheld as a rewriting, and nobody was told."""
     assert cleaned_reply(reply, "He go to school.") == "He goes to school."
 
 
-@pytest.mark.parametrize(
-    "sentence",
-    [
-        "The corrected sentence is: He goes.",
-        '"He goes," she said.',
-        "Corrected proofs are due.",
-        "The correct answer is no.",
-    ],
-)
+@pytest.mark.parametrize("sentence", EXAMPLES["sentences that read like a reply"])
 def test_a_sentence_that_reads_like_a_reply_stays_whole(sentence: str) -> None:
     """A sentence about corrections lost its beginning."""
     assert cleaned_reply(sentence, sentence) == sentence
 
 
-@pytest.mark.parametrize(
-    ("sentence", "reply"),
-    [
-        ("Heres why we left early: the rain were cold.", "Here's why we left early: the rain was cold."),
-        ("Here's why\nwe left early: the rain\nwere cold.", "Here's why we left early: the rain was cold."),
-        ("The rain were cold, and\nwe left early.", "The rain was cold, and\nwe left early."),
-    ],
-)
+@pytest.mark.parametrize(("sentence", "reply"), EXAMPLES["words of a sentence that are no frame of its correction"])
 def test_words_of_a_sentence_are_no_frame_of_its_correction(sentence: str, reply: str) -> None:
     """A mistake in the opening, or a line break, and the words before the colon or behind the break were deleted."""
     grammar, _ = rewriting(lambda _: reply)
@@ -246,20 +221,7 @@ def test_code_and_markup_cannot_be_edited(text: str, fixed: str) -> None:
     assert "Go." in free or "this." in free or "Choose." in free
 
 
-@pytest.mark.parametrize(
-    ("text", "free"),
-    [
-        ("If a <b and c> d.", "If a <b and c> d."),
-        ("---\nA line.\n---\n", "A line."),
-        ('"I see he go."\n***\n', "he go"),
-        ("- he go\n---\n", "he go"),
-        ("[^1]: This go.", "This go"),
-        ("[Ann]: he go to.", "he go to"),
-        ("He is \\textit{very} late.", "{very} late."),
-        ("What is <? this", " this"),
-        ("What is <?this", "this"),
-    ],
-)
+@pytest.mark.parametrize(("text", "free"), EXAMPLES["prose that looks like markup"])
 def test_prose_that_looks_like_markup_is_corrected(text: str, free: str) -> None:
     """A sign that opens nothing hid everything behind it."""
     assert free in editable(text)

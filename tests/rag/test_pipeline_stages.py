@@ -36,12 +36,7 @@ async def collected_at_once(
 ) -> tuple[StagedPipeline, list[ItemResult[Any]]]:
     """Nine items: the first at work, and the others in the queue before it ends."""
     gate = asyncio.Event()
-
-    async def held_work(values: list[Any]) -> list[Any]:
-        await gate.wait()
-        return work(values)
-
-    stages = StagedPipeline((PipelineStage("s", held_work, max_batch),), max_waiting=8)
+    stages = StagedPipeline((PipelineStage("s", held(gate, work), max_batch),), max_waiting=8)
     task = asyncio.ensure_future(collected(stages, aiter_of(numbers(9))))
     await settled()
     gate.set()
@@ -63,14 +58,14 @@ async def same_soon(values: Sequence[Any]) -> Sequence[Any]:
     return values
 
 
-def held(gate: asyncio.Event) -> Callable[[list[Any]], Awaitable[list[Any]]]:
+def held(gate: asyncio.Event, work: Callable[[list[Any]], Any] = same) -> Callable[[list[Any]], Awaitable[list[Any]]]:
     """Work that waits for the gate."""
 
-    async def work(values: list[Any]) -> list[Any]:
+    async def held_work(values: list[Any]) -> list[Any]:
         await gate.wait()
-        return values
+        return work(values)
 
-    return work
+    return held_work
 
 
 STAGE = st.tuples(st.integers(1, 5), st.integers(1, 4), st.booleans(), st.booleans())
@@ -94,11 +89,7 @@ def test_every_item_comes_out_once_with_its_own_result(
 
     stages = [
         PipelineStage(
-            str(i),
-            checked_soon if soon else checked,
-            batch,
-            workers,
-            (lambda v: v.value % 3) if grouped else same_group,
+            str(i), checked_soon if soon else checked, batch, workers, lambda v, n=3 if grouped else 1: v.value % n
         )
         for i, (batch, workers, soon, grouped) in enumerate(shapes)
     ]
@@ -110,10 +101,6 @@ def test_every_item_comes_out_once_with_its_own_result(
             assert (each.value, str(each.error)) == (None, f"{number} is wrong")
         else:
             assert (each.value, each.error) == (Number(each.id, number), None)
-
-
-def same_group(_: Any) -> None:
-    return None
 
 
 async def test_queues_are_bounded_and_a_slow_stage_stops_the_source() -> None:
@@ -145,26 +132,19 @@ async def test_queues_are_bounded_and_a_slow_stage_stops_the_source() -> None:
     assert [metrics.depth for metrics in stages.metrics] == [0, 0], "what was given up still counts as waiting"
 
 
-def test_stages_work_side_by_side() -> None:
+async def test_stages_work_side_by_side() -> None:
     """One stage after the other: the index waits while the engine writes."""
+    looked_up = asyncio.Event()
 
-    async def run() -> list[ItemResult[Any]]:
-        looked_up = asyncio.Event()
+    async def look_up(values: list[Number]) -> list[Number]:
+        if values[0].value == 1:
+            looked_up.set()
+        return values
 
-        async def look_up(values: list[Number]) -> list[Number]:
-            if values[0].value == 1:
-                looked_up.set()
-            return values
-
-        async def write(values: list[Number]) -> list[Number]:
-            await looked_up.wait()  # the first is only written once the second was looked up
-            return values
-
-        return await collected(
-            StagedPipeline((PipelineStage("look up", look_up), PipelineStage("write", write))), numbers(2)
-        )
-
-    assert len(asyncio.run(asyncio.wait_for(run(), 20))) == 2
+    # the first is only written once the second was looked up
+    stages = PipelineStage("look up", look_up), PipelineStage("write", held(looked_up))
+    async with asyncio.timeout(20):
+        assert len(await collected(StagedPipeline(stages), numbers(2))) == 2
 
 
 async def test_computing_stages_leave_the_loop_free() -> None:
@@ -204,12 +184,11 @@ async def test_values_that_are_alike_come_one_after_the_other() -> None:
     """Prompts about one document came to the engine days apart; or the first ones in their order were never overtaken."""
     gate, seen = asyncio.Event(), list[int]()
 
-    async def work(values: list[Number]) -> list[Number]:
-        await gate.wait()
+    def work(values: list[Number]) -> list[Number]:
         seen.extend(number.value for number in values)
         return values
 
-    stage = PipelineStage("s", work, order=lambda number: number.value % 5, window=20)
+    stage = PipelineStage("s", held(gate, work), order=lambda number: number.value % 5, window=20)
     task = asyncio.ensure_future(collected(StagedPipeline((stage,), max_waiting=8), aiter_of(numbers(23)[3:])))
     await settled()
     gate.set()
@@ -226,7 +205,7 @@ async def aiter_of(items: list[Number]) -> AsyncIterator[Number]:
                 await asyncio.sleep(0)
 
 
-def test_only_a_group_comes_together() -> None:
+async def test_only_a_group_comes_together() -> None:
     """Two tenants' questions in one call of the index."""
     batches: list[list[int]] = []
 
@@ -234,7 +213,7 @@ def test_only_a_group_comes_together() -> None:
         batches.append([number.value for number in values])
         return values
 
-    asyncio.run(collected(StagedPipeline((PipelineStage("s", work, 8, group=lambda n: n.value % 2),)), numbers(30)))
+    await collected(StagedPipeline((PipelineStage("s", work, 8, group=lambda n: n.value % 2),)), numbers(30))
     assert all(len({value % 2 for value in batch}) == 1 for batch in batches)
     assert sorted(value for batch in batches for value in batch) == list(range(30))
 
@@ -288,45 +267,26 @@ async def test_what_had_finished_is_given_before_the_error_that_ends_the_run() -
     assert got == ["n0", "n1", "n2"]
 
 
-def test_a_run_that_is_left_ends_though_its_work_fails_then() -> None:
-    """A worker that answers its cancellation with an error, and waits for ever for room in a queue that nobody reads."""
-
-    async def run() -> None:
-        async def work(values: list[Number]) -> list[Number]:
-            if values[0].value < 3:
-                return values
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                raise ValueError("cancelled work that fails") from None
-            return values
-
-        async with aclosing(
-            StagedPipeline((PipelineStage("s", work, num_workers=4),), max_waiting=1).run(aiter_of(numbers(50)))
-        ) as batches:
-            await anext(batches)
-            await settled()
-
-    asyncio.run(asyncio.wait_for(run(), 20))
-
-
-async def test_leaving_early_cancels_what_runs() -> None:
-    """A closed browser tab whose thousand questions go on."""
+@pytest.mark.parametrize("fails", [False, True])
+async def test_leaving_early_cancels_what_runs(fails: bool) -> None:
+    """A closed browser tab whose thousand questions go on; a worker that answers its cancellation with an error, and waits for
+    ever for room in a queue that nobody reads."""
     before, cancelled = asyncio.all_tasks(), list[int]()
 
     async def work(values: list[Number]) -> list[Number]:
-        if values[0].value == 0:
+        if values[0].value < 3:
             return values
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
             cancelled.append(values[0].value)
+            if fails:
+                raise ValueError("cancelled work that fails") from None
             raise
         return values
 
-    async with aclosing(
-        StagedPipeline((PipelineStage("write", work, num_workers=4),)).run(aiter_of(numbers(50)))
-    ) as batches:
+    stages = StagedPipeline((PipelineStage("write", work, num_workers=4),), max_waiting=1)
+    async with asyncio.timeout(20), aclosing(stages.run(aiter_of(numbers(50)))) as batches:
         await anext(batches)
         await settled()
     assert asyncio.all_tasks() == before, "tasks are left"

@@ -2,8 +2,10 @@
 
 import asyncio
 import copy
+import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,24 +21,14 @@ from ragspec.errors import EngineClosed
 from ragspec.rag.chat.query_rewriter import AskedBefore, QueryRewriter, extract_names, extract_phrases, rewrite_by_rules
 from ragspec.rag.prompt import PromptBuilder
 
+EXAMPLES = json.loads(Path(__file__).with_name("examples.json").read_text(encoding="utf-8"))
 ZAPPA = [AskedBefore("When was Frank Zappa born?"), AskedBefore("Which group did he lead?")]
 
 
-@pytest.mark.parametrize(
-    ("question", "said", "added"),
-    [
-        ("Why did he leave it?", ZAPPA, "Frank Zappa"),
-        ("And in 1977?", [AskedBefore("How many people lived in Lyon in 1968?")], "Lyon"),
-        ("What about France?", [AskedBefore("How does the old mill grind corn?")], "old mill grind corn"),
-        ("How do I read one from a file?", [AskedBefore("What does json.dumps() do?")], "json.dumps()"),
-        ("is it thread safe?", [AskedBefore("what is a memory pool?")], "memory pool"),
-        ("What is their address?", [AskedBefore("Where can I eat?", ("Sino in San Jose",))], "Sino in San Jose"),
-        ("Who wrote it?", [AskedBefore("what did you read?", ("War and Peace",))], "War and Peace"),
-    ],
-)
-def test_what_a_follow_up_leaves_out_is_added(question: str, said: list[AskedBefore], added: str) -> None:
+@pytest.mark.parametrize(("question", "said", "added"), EXAMPLES["what a follow-up leaves out"])
+def test_what_a_follow_up_leaves_out_is_added(question: str, said: list[tuple[str, Any]], added: str) -> None:
     """A search for "Why did he leave it?" finds anything."""
-    rewritten = rewrite_by_rules(question, said)
+    rewritten = rewrite_by_rules(question, [AskedBefore(*each) for each in said])
     assert rewritten.startswith(question) and added in rewritten[len(question) :]
 
 
