@@ -48,7 +48,6 @@ class Around:
     def __init__(self, index: Any, before: Callable[[int], None] = lambda _: None) -> None:
         self.index = index
         self.num_calls = 0
-        self.texts: list[str] = []
         self._before = before
         self._lock = threading.Lock()
 
@@ -60,7 +59,6 @@ class Around:
     def search(self, queries: Sequence[Query], *args: Any, **options: Any) -> SearchResult:
         with self._lock:
             self.num_calls += 1
-            self.texts += [query.text for query in queries]
             number = self.num_calls
         self._before(number)
         return self.index.search(queries, *args, **options)

@@ -4,8 +4,10 @@ from contextlib import aclosing
 from typing import Any
 
 from forced_sampler import ForcedSampler
+from tiny_target import tiny_engine
 
 from ragspec.core import Document, Request, SamplingParams
+from ragspec.drafting.copy import CopyDrafter
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.verification.sampling import KeyedSampler, Sampler
@@ -36,6 +38,12 @@ class Switch:
             ids = self.target.tokenizer(self.answer, add_special_tokens=False)["input_ids"]
             return ForcedSampler([*ids, self.target.eos_ids[0]])
         return KeyedSampler(request, seed, choice, self.target.eos_ids, [])
+
+
+def copying_engine(target: Target, switch: Switch) -> Engine:
+    """Copies from passages, and decides as the switch says."""
+    drafters = [CopyDrafter(target.tokenizer, target.eos_ids)]
+    return tiny_engine(target, drafters, 4096, 16, make_sampler=switch, max_num_batched_tokens=128)
 
 
 class Recording:

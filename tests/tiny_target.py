@@ -36,7 +36,7 @@ from ragspec.config import EngineConfig, TargetConfig
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Drafter
 from ragspec.drafting.planner import FixedTreePlanner, Planner
-from ragspec.engine.admission import Admission
+from ragspec.engine.admission import Admission, SamplerFactory
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 
@@ -189,6 +189,7 @@ def tiny_engine(
     max_nodes: int = 12,
     fixed_nodes: int | None = None,
     costs: CostTable | None = None,
+    make_sampler: SamplerFactory | None = None,
     **config: Any,
 ) -> Engine:
     """An engine over a fresh pool, with free rows unless `costs` or the drafters say otherwise.
@@ -200,4 +201,4 @@ def tiny_engine(
     planner_class = FixedTreePlanner if fixed_nodes else Planner
     sizes = fixed_nodes or max_nodes, target.vocab_size, target.num_embeddings
     planner = planner_class(drafters, costs or Free(), *sizes)
-    return Engine(target, planner, Admission(target, "tiny"), settings)
+    return Engine(target, planner, Admission(target, "tiny", make_sampler), settings)

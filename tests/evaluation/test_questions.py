@@ -13,15 +13,11 @@ from typing import Any, NamedTuple
 import pytest
 from commands import Ended, Run, exit_code
 from letter_encoder import WordEncoder
-from small_parts import CONTEXT, DOCUMENTS, QUESTION, QUOTE, Switch
-from tiny_target import Free, save_model
+from small_parts import CONTEXT, DOCUMENTS, QUESTION, QUOTE, Switch, copying_engine
+from tiny_target import save_model
 
-from ragspec.config import EngineConfig, GenerationConfig, IndexConfig, PipelineConfig, TargetConfig
+from ragspec.config import GenerationConfig, IndexConfig, PipelineConfig, TargetConfig
 from ragspec.core import Citation, FinishReason, GenerationStats, Passage, Request
-from ragspec.drafting.copy import CopyDrafter
-from ragspec.drafting.planner import Planner
-from ragspec.engine.admission import Admission
-from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import InputError
 from ragspec.evaluation.asking import Asker
@@ -281,11 +277,9 @@ class Opened(NamedTuple):
 def opened(model: Path, index: Path) -> Iterator[Opened]:
     target = Target.load(TargetConfig(model=str(model)), num_kv_slots=4096)
     switch = PlainLiar(target)
-    planner = Planner([CopyDrafter(target.tokenizer, target.eos_ids)], Free(), 16)
-    engine = Engine(target, planner, Admission(target, "tiny", switch), EngineConfig(max_num_batched_tokens=128))
     retriever = Retriever(WordEncoder(), Store.open(index))
     config = PipelineConfig(generation=GenerationConfig(max_tokens=48))
-    with Asker(retriever, engine, PromptBuilder(target.tokenizer, CONTEXT), config) as asker:
+    with Asker(retriever, copying_engine(target, switch), PromptBuilder(target.tokenizer, CONTEXT), config) as asker:
         yield Opened(asker, switch)
 
 

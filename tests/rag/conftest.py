@@ -5,13 +5,10 @@ can copy. Where an answer must quote, its tokens are forced; everything else run
 from collections.abc import Iterator
 
 import pytest
-from small_parts import CONTEXT, DOCUMENTS, Switch
-from tiny_target import Free, save_model
+from small_parts import CONTEXT, DOCUMENTS, Switch, copying_engine
+from tiny_target import save_model
 
-from ragspec.config import EncoderConfig, EngineConfig, IndexConfig, RetrieverConfig, TargetConfig
-from ragspec.drafting.copy import CopyDrafter
-from ragspec.drafting.planner import Planner
-from ragspec.engine.admission import Admission
+from ragspec.config import EncoderConfig, IndexConfig, RetrieverConfig, TargetConfig
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.rag.pipeline import Pipeline
@@ -57,10 +54,8 @@ def switch(target: Target) -> Switch:
 @pytest.fixture
 def engine(target: Target, switch: Switch) -> Iterator[Engine]:
     """New for every test, so that no test teaches the next one's drafters."""
-    target.reset_pool(4096)
     switch.answer = ""
-    planner = Planner([CopyDrafter(target.tokenizer, target.eos_ids)], Free(), 16)
-    with Engine(target, planner, Admission(target, "tiny", switch), EngineConfig(max_num_batched_tokens=128)) as engine:
+    with copying_engine(target, switch) as engine:
         yield engine
 
 

@@ -42,7 +42,7 @@ from ragspec.retrieval.retriever import RetrievalResult, Retriever, build_index
 from ragspec.retrieval.search.segment_search import SearchScope
 
 PARAMS = SamplingParams(max_tokens=48)
-FOLLOW_UP = "Who built it?"
+OPENING, FOLLOW_UP = "Tell me about the Old Mill of Brook Valley.", "Who built it?"
 
 
 @pytest.fixture
@@ -86,6 +86,26 @@ def turn(*texts: str, **options: Any) -> ChatTurn:
     roles = itertools.cycle(("user", "assistant"))
     messages = tuple(Message(role, text) for role, text in zip(roles, texts, strict=False))
     return ChatTurn(**{"id": uuid.uuid4().hex, "messages": messages, "params": PARAMS, "num_passages": 1, **options})
+
+
+def answered(chat: Chat, ready: PreparedTurn, text: str = QUOTE) -> PreparedTurn:
+    """A prepared turn, once its answer is kept."""
+    completion = Completion(ready.request.id, 0, (), text, FinishReason.STOP, (), GenerationStats())
+    assert chat.remember(ready, build_answer(ready, completion))
+    return ready
+
+
+def built(
+    folder: Path,
+    retriever: Retriever,
+    documents: Sequence[Document],
+    config: IndexConfig | None = None,
+    **settings: Any,
+) -> Retriever:
+    """An index of these documents, with the encoder of the retriever."""
+    encoder = retriever.encoder
+    build_index(documents, folder, encoder, config)
+    return Retriever(encoder, Store.open(folder, encoder.identity), RetrieverConfig(**settings))
 
 
 def ids(passages: Sequence[Passage]) -> list[str]:
@@ -175,8 +195,7 @@ def test_a_follow_ups_own_words_search_the_cited_document_and_choose_the_quote(
     conversation goes on so."""
     text = "The old mill was built in 1874 by the people of the valley. It grinds on Sundays at nine."
     config = IndexConfig(chunking=ChunkingConfig(max_chars=64))
-    build_index([Document("mill", text, "The mill"), *DOCUMENTS[1:]], tmp_path, retriever.encoder, config)
-    index = Retriever(retriever.encoder, Store.open(tmp_path, retriever.encoder.identity))
+    index = built(tmp_path, retriever, [Document("mill", text, "The mill"), *DOCUMENTS[1:]], config)
     follow_up = "Where does the river rise, in which hills, and who grinds?"
     found_by, closeness = index.retrieve, {follow_up: (0.6,)}
 
@@ -188,8 +207,7 @@ def test_a_follow_ups_own_words_search_the_cited_document_and_choose_the_quote(
     for follow_ups, history, found in cases:
         rules = replace(prompts.rules, follow_ups=follow_ups, fit=AnswerFit(quote_weight=20.0))
         chat = Chat(index, prompts.by(rules), store, ChatConfig(history=history))
-        first = chat.prepare(turn(QUESTION))
-        assert chat.remember(first, _answer(first))
+        answered(chat, chat.prepare(turn(QUESTION)))
         ready = chat.prepare(turn(QUESTION, QUOTE, follow_up))
         *own, last = ready.prompt.passages
         assert ids(own) == ["river"] and last.document_id == "mill" and found in last.text
@@ -208,16 +226,14 @@ def test_a_row_is_quoted_again_for_another_column(
     """The row that had just answered was forbidden, and the next question quoted another; a begun conversation goes on so."""
     rows = [f"host: db{n}\nsystem: Debian\nmemory: {2**n} GB\nuse: a database of the old mill" for n in (1, 2)]
     texts = [*rows, "What a memory costs depends on how much of it the system uses."]
-    build_index([Document(f"{n}", text) for n, text in enumerate(texts)], tmp_path, retriever.encoder)
-    index = Retriever(retriever.encoder, Store.open(tmp_path, retriever.encoder.identity))
+    index = built(tmp_path, retriever, [Document(f"{n}", text) for n, text in enumerate(texts)])
     asked, answer = "Which system has db1?", f'"{rows[0]}" [1]'
     found = []
     for places in (True, False):
         rules = replace(prompts.rules, places=places, fit=AnswerFit(quote_weight=20.0))
         chat = Chat(index, prompts.by(rules), store)
         own = partial(turn, scope=SearchScope(str(places)), num_passages=3)
-        first = chat.prepare(own(asked))
-        assert chat.remember(first, replace(_answer(first), text=answer))
+        answered(chat, chat.prepare(own(asked)), answer)
         ready = chat.prepare(own(asked, answer, "How much memory does it use, and what costs it?"))
         found.append("db1" in ready.request.grammar)
     assert found == [True, False]
@@ -236,18 +252,14 @@ def test_a_hidden_history_leaves_the_standalone_question_alone(
     """A target that never saw a second turn wrote its first answer again, whatever was asked."""
     tokenizer = ALL["chat"]
     chat = Chat(retriever, PromptBuilder(tokenizer, CONTEXT), store, ChatConfig(history="hidden"))
-    first = chat.prepare(turn("Tell me about the Old Mill of Brook Valley."))
-    assert chat.remember(first, _answer(first))
-    ready = chat.prepare(turn("Tell me about the Old Mill of Brook Valley.", QUOTE, FOLLOW_UP))
+    first = answered(chat, chat.prepare(turn(OPENING)))
+    ready = chat.prepare(turn(OPENING, QUOTE, FOLLOW_UP))
     text = tokenizer.decode(list(ready.request.prompt_ids))
     assert ready.question in text and "Old Mill" in ready.question and "Tell me" not in text
     assert ready.prompt.num_dropped_turns == 1 and ready.dropped_passages == first.prompt.passages
     assert (SourceKind.HISTORY, QUOTE) in {(source.kind, source.text) for source in ready.request.sources}
     shown = Chat(retriever, PromptBuilder(tokenizer, CONTEXT), store)
-    text = tokenizer.decode(
-        list(shown.prepare(turn("Tell me about the Old Mill of Brook Valley.", QUOTE, FOLLOW_UP)).request.prompt_ids)
-    )
-    assert "Tell me" in text
+    assert "Tell me" in tokenizer.decode(list(shown.prepare(turn(OPENING, QUOTE, FOLLOW_UP)).request.prompt_ids))
 
 
 def test_the_passages_that_an_answer_cites_are_carried_before_others(asking: Asking) -> None:
@@ -327,12 +339,12 @@ def test_the_first_question_is_looked_up_as_it_is_and_the_first_follow_up_is_not
     asking: Asking, retriever: Retriever, prompts: PromptBuilder
 ) -> None:
     """Rewriting that begins with the second follow-up is the classic mistake."""
-    first, _ = asking(turn("Tell me about the Old Mill of Brook Valley."), QUOTE)
+    first, _ = asking(turn(OPENING), QUOTE)
     assert first.question == first.user_question
-    second = asking.chat.prepare(turn("Tell me about the Old Mill of Brook Valley.", QUOTE, FOLLOW_UP))
+    second = asking.chat.prepare(turn(OPENING, QUOTE, FOLLOW_UP))
     assert second.user_question == FOLLOW_UP and "Old Mill" in second.question
     off = Chat(retriever, prompts, None, ChatConfig(rewriter="off"))
-    assert off.prepare(turn("Tell me about the Old Mill of Brook Valley.", QUOTE, FOLLOW_UP)).question == FOLLOW_UP
+    assert off.prepare(turn(OPENING, QUOTE, FOLLOW_UP)).question == FOLLOW_UP
 
 
 @pytest.mark.parametrize(("when", "searched"), [("auto", False), ("always", True), ("never", False)])
@@ -471,9 +483,8 @@ def test_a_follow_up_that_looks_nothing_up_needs_no_index_where_that_is_allowed(
     retriever: Retriever, prompts: PromptBuilder, store: ConversationStore
 ) -> None:
     """It failed all the same: the passages of the turn before were to be confirmed."""
-    first = Chat(retriever, prompts, store).prepare(turn(QUESTION))
     chat = Chat(retriever, prompts, store)
-    assert chat.remember(first, _answer(first))
+    answered(chat, chat.prepare(turn(QUESTION)))
     broken: Any = Broken(RetrievalError("the index does not answer"))
     follow_up = replace(turn(QUESTION, QUOTE, FOLLOW_UP), when="never")
     ready = Chat(broken, prompts, store, ChatConfig(answer_without_index=True)).prepare(follow_up)
@@ -489,8 +500,7 @@ def test_a_follow_up_keeps_what_was_found_before_its_further_search_failed(
     cited = prompts.by(replace(prompts.rules, follow_ups="cited"))
     allowed, follow_up = ChatConfig(answer_without_index=True), turn(QUESTION, QUOTE, FOLLOW_UP)
     chat = Chat(retriever, cited, store, allowed)
-    first = chat.prepare(turn(QUESTION))
-    assert chat.remember(first, _answer(first))
+    answered(chat, chat.prepare(turn(QUESTION)))
     whole, search = chat.prepare(follow_up), retriever.retrieve
 
     def fails_within_documents(queries: Sequence[str], k: int, scope: SearchScope) -> RetrievalResult:
@@ -524,12 +534,11 @@ def test_what_was_deleted_is_in_no_later_turn(
 ) -> None:
     """A deleted document lived on in the history of conversations, and was copied from. One that is there was shown no more where
     it has no word of the next question."""
-    encoder, config = retriever.encoder, RetrieverConfig(mode=mode)
-    build_index([*DOCUMENTS, Document("old", "The old mill is for sale.")], tmp_path / "index", encoder, IndexConfig())
-    chat = Chat(Retriever(encoder, Store.open(tmp_path / "index", encoder.identity), config), prompts, store)
-    ready = chat.prepare(turn(QUESTION, num_passages=3))
+    documents = [*DOCUMENTS, Document("old", "The old mill is for sale.")]
+    index = built(tmp_path / "index", retriever, documents, mode=mode)
+    chat = Chat(index, prompts, store)
+    ready = answered(chat, chat.prepare(turn(QUESTION, num_passages=3)))
     assert {"old", "mill"} <= set(ids(ready.prompt.passages))
-    assert chat.remember(ready, _answer(ready))
     with IndexWriter(tmp_path / "index") as writer:
         writer.delete("old")
         writer.commit()
@@ -546,19 +555,16 @@ def test_a_carried_passage_stands_where_its_document_has_it_now(
     tmp_path: Path, retriever: Retriever, prompts: PromptBuilder, store: ConversationStore
 ) -> None:
     """A sentence before it was edited: its text was the same, and its citation named other characters of the document."""
-    encoder, config = retriever.encoder, IndexConfig(chunking=ChunkingConfig(max_chars=64))
-    built = "The old mill was built in 1874 by the people of the valley."
-    mill = Document("mill", f"The mill opens at nine on Sundays. {built}", "The mill")
-    build_index([mill, *DOCUMENTS[1:]], tmp_path, encoder, config)
-    chat = Chat(Retriever(encoder, Store.open(tmp_path, encoder.identity)), prompts, store)
-    first = chat.prepare(turn(QUESTION))
-    assert chat.remember(first, _answer(first))
-    mill = Document("mill", f"The mill is shut on all Sundays of winter. {built}", "The mill")
-    build_index([mill, *DOCUMENTS[1:]], tmp_path, encoder, config)
+    config, kept = IndexConfig(chunking=ChunkingConfig(max_chars=64)), QUOTE.split('"')[1]
+    mill = Document("mill", f"The mill opens at nine on Sundays. {kept}", "The mill")
+    chat = Chat(built(tmp_path, retriever, [mill, *DOCUMENTS[1:]], config), prompts, store)
+    answered(chat, chat.prepare(turn(QUESTION)))
+    mill = Document("mill", f"The mill is shut on all Sundays of winter. {kept}", "The mill")
+    build_index([mill, *DOCUMENTS[1:]], tmp_path, retriever.encoder, config)
     later = chat.prepare(turn(QUESTION, QUOTE, "Where does the river rise, in which hills?"))
     for passage in (later.prompt.passages[-1], later.prompt.history[0].passages[0]):
-        assert (passage.document_id, passage.text) == ("mill", built)
-        assert mill.text[passage.start : passage.end] == built
+        assert (passage.document_id, passage.text) == ("mill", kept)
+        assert mill.text[passage.start : passage.end] == kept
 
 
 def test_what_is_deleted_while_its_turn_is_answered_is_not_kept(chat: Chat, store: ConversationStore) -> None:
@@ -566,14 +572,9 @@ def test_what_is_deleted_while_its_turn_is_answered_is_not_kept(chat: Chat, stor
     ready = chat.prepare(turn(QUESTION, scope=SearchScope("acme")))
     key = ready.history.keys[-1]
     chat.forget("acme", ["mill"])
-    assert ready.prompt.passages and chat.remember(ready, _answer(ready))
-    assert store.load_shown("acme", [key]) == {}
-    later = chat.prepare(turn(QUESTION, scope=SearchScope("acme")))
-    assert chat.remember(later, _answer(later)) and key in store.load_shown("acme", [key])
-
-
-def _answer(ready: PreparedTurn) -> Answer:
-    return build_answer(ready, Completion(ready.request.id, 0, (), QUOTE, FinishReason.STOP, (), GenerationStats()))
+    assert answered(chat, ready).prompt.passages and store.load_shown("acme", [key]) == {}
+    answered(chat, chat.prepare(turn(QUESTION, scope=SearchScope("acme"))))
+    assert key in store.load_shown("acme", [key])
 
 
 def test_a_passage_that_was_changed_takes_nothing_from_its_new_text() -> None:

@@ -185,23 +185,17 @@ def test_passages_that_do_not_fit_are_reported(retriever: Retriever, engine: Eng
 
 
 @pytest.mark.parametrize("bad", ["", "  \n", "nul \0", "half \ud800 a character", "x" * 1_000_000, 7])
-def test_a_bad_question_is_one_clear_error_and_nothing_runs(retriever: Retriever, target: Target, bad: Any) -> None:
+def test_a_bad_question_is_one_clear_error_and_nothing_runs(
+    retriever: Retriever, engine: Engine, target: Target, bad: Any
+) -> None:
     """A bad question among good ones that ends the batch after some were generated."""
-
-    class Refusing:
-        def generate(self, requests: Any) -> Any:
-            raise AssertionError("nothing may be generated")
-
-        def stream(self, request: Request) -> Any:
-            raise AssertionError("nothing may be generated")
-
-        def close(self) -> None: ...
-
-    pipeline = Pipeline(retriever, Refusing(), PromptBuilder(target.tokenizer, CONTEXT))
+    recording = Recording(engine)
+    pipeline = Pipeline(retriever, recording, PromptBuilder(target.tokenizer, CONTEXT))
     with pytest.raises(InputError, match="the question"):
         pipeline.ask_many([QUESTION, bad], GREEDY)
     with pytest.raises(InputError, match="the question"):
         asyncio.run(streamed(pipeline, bad, GREEDY))
+    assert not recording.requests
 
 
 def test_a_closed_engine_ends_a_stream_with_an_error(retriever: Retriever, target: Target, engine: Engine) -> None:
