@@ -292,11 +292,9 @@ def answer_grammar(
     is_free = params.json_schema or params.ignore_eos or speculation.rule is not AcceptanceRule.KEYED
     if is_free or not params.verbatim_quotes or not passages:
         return ""
-    return (
-        _word_grammar(passages)
-        if quotes == "words"
-        else quote_grammar(passages, left_out, by_blocks=quotes == "blocks")
-    )
+    if quotes == "words":
+        return _word_grammar(passages)
+    return quote_grammar(passages, left_out, by_blocks=quotes == "blocks")
 
 
 def _word_grammar(passages: Sequence[Passage]) -> str:

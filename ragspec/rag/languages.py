@@ -26,6 +26,7 @@ _WORDS = {language: frozenset(words.split()) for language, words in COMMON_WORDS
 _WORD = re.compile(r"[^\W\d_]+")
 _MAX_CHARS = 20_000
 _MIN_WORDS, _LEAST_LEAD = 4, 2
+"""Of a text in another language: words, and common words beyond twice those of English."""
 
 
 class GuessedLanguage(NamedTuple):
@@ -36,15 +37,15 @@ class GuessedLanguage(NamedTuple):
     confidence: float
 
 
-def guess_language(text: str, least_lead: int = _LEAST_LEAD) -> GuessedLanguage:
-    """English also for texts too short to tell. `least_lead`: common words of another language beyond twice those of English."""
+def guess_language(text: str) -> GuessedLanguage:
+    """English also for texts too short to tell."""
     text = text[:_MAX_CHARS]
     if (script := _script(text)) != "LATIN":
         return GuessedLanguage(*_SCRIPTS.get(script, ("unknown", "another language")), 0.9)
     words = [word.casefold() for word in _WORD.findall(text)]
     counts = Counter({language: sum(word in common for word in words) for language, common in _WORDS.items()})
     (best, most), english = counts.most_common(1)[0], counts["english"]
-    if best == "english" or most < 2 * english + least_lead or len(words) < _MIN_WORDS:
+    if best == "english" or most < 2 * english + _LEAST_LEAD or len(words) < _MIN_WORDS:
         share = english / max(1, counts.total())
         return GuessedLanguage(ENGLISH, "English", round(0.5 + share / 2, 3))
     return GuessedLanguage(_CODES[best], best.capitalize(), round(most / counts.total(), 3))

@@ -107,13 +107,9 @@ def _sections(passage: Passage, left_out: Collection[str], by_blocks: bool) -> I
             if section and _is_next_question(passage.text, section[-1], unit):
                 section.pop()
             # Why no value by blocks: a section of settings stands behind an empty setting
-            is_value = (
-                unit.is_term
-                and bool(section)
-                and section[-1].announces
-                and not (by_blocks and unit.kind is BlockKind.TERM)
-            )
-            section.append(unit._replace(announces=False) if is_value else unit)
+            is_value = unit.is_term and not (by_blocks and unit.kind is BlockKind.TERM)
+            is_announced = bool(section) and section[-1].announces
+            section.append(unit._replace(announces=False) if is_value and is_announced else unit)
         elif section and "|" in text and _TABLE_RULE.fullmatch(text):
             section.pop()  # the header above the rule
     yield section

@@ -43,8 +43,8 @@ _Generated = tuple[PreparedCorrection, list[Completion | None]]
 _MAX_SENTENCE_SHARE = 0.75
 """Tokens of a sentence at most, as a share of the tokens its correction may have."""
 _SPARE_TOKENS = 16
-_LEAST_LEAD, _MAX_CHARS = 2, 100_000
-"""Of a language: common words beyond twice those of English, and the characters that are looked at."""
+_MAX_CHARS = 100_000
+"""Of a text whose language is guessed."""
 _PARAGRAPH = re.compile(r"(?:[^\n]++\n?)++")
 KNOWN_MISTAKES = (
     "He go to school every day.",
@@ -225,5 +225,5 @@ def _other_language(text: str) -> str:
     Each word counts once, short ones first, so that neither names nor the first paragraph decide.
     """
     words = dict.fromkeys(word.casefold() for word in re.findall(r"(?<![^\W_])[^\W\d_]{2,}", text[:_MAX_CHARS]))
-    found = guess_language(" ".join(sorted(words, key=len)), _LEAST_LEAD)
+    found = guess_language(" ".join(sorted(words, key=len)))
     return "" if found.code == ENGLISH else found.name
