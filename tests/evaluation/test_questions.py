@@ -45,6 +45,8 @@ from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.verification.sampling import Sampler
 
+EXAMPLES = json.loads(Path(__file__).with_name("examples.json").read_text(encoding="utf-8"))
+WRONG_LINES = [row.split("\t") for row in Path(__file__).with_name("wrong_lines.tsv").read_text().splitlines()]
 MILL = Passage("docs/mill.txt", 0, "The old mill was\nbuilt in 1874. It grinds no corn.", 0, 49, "Built in 1874")
 
 
@@ -60,26 +62,7 @@ def question(**fields: Any) -> AskedQuestion:
 # -- the lines ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("[", "not JSON"),
-        ("3", "not a JSON object"),
-        ('{"qestion": "a"}', "did you mean 'question'?"),
-        ('{"question": "a", "text": "b"}', "one of question, turns and text, not question and text"),
-        ('{"question": "a", "fcat": "b"}', "fcat: unknown field; did you mean 'fact'?"),
-        ('{"question": " "}', "question is empty"),
-        ('{"question": "a", "fact": "("}', "fact: '(' is no regular expression"),
-        ('{"question": "a", "answerable": "no"}', "answerable: "),
-        ('{"question": "a", "answerable": false, "fact": "b"}', "not answerable has no fact"),
-        ('{"turns": []}', "at least one question"),
-        ('{"turns": [{"question": "a", "anser": "b"}]}', "turns.0.anser: unknown field; did you mean 'answer'?"),
-        ('{"text": "He go"}', '"right": true'),
-        ('{"text": "He go", "wrong": "go"}', '"wrong" and "corrected"'),
-        ('{"text": "He go", "right": true, "wrong": "go", "corrected": "goes"}', '"right": true'),
-        ('{"text": "He go", "wrong": "gone", "corrected": "goes"}', "matches nothing in the text"),
-    ],
-)
+@pytest.mark.parametrize(("line", "words"), WRONG_LINES)
 def test_a_wrong_line_is_refused_by_file_line_and_reason(tmp_path: Path, line: str, words: str) -> None:
     """A misspelt "fact" left the question without one: nothing was measured, and nothing said so."""
     path = tmp_path / "q.jsonl"
@@ -103,19 +86,7 @@ def test_lines_have_ids_that_name_them(tmp_path: Path) -> None:
         read_lines([tmp_path / "none.jsonl"])
 
 
-@pytest.mark.parametrize(
-    ("fields", "text", "is_right"),
-    [
-        ({"answer": "built  in 1874"}, "It was Built\nin 1874.", True),
-        ({"answer": "187"}, "It was built in 1874.", False),
-        ({"answer": "no"}, "I know it.", False),
-        ({"answer": "a+b"}, "It is a+b.", True),
-        ({"answer": "京都"}, "京都市です", True),
-        ({"fact": "187[34]"}, "In 1873.", True),
-        ({"fact": r"in 1874\."}, "built IN\n1874.", True),
-        ({"fact": "1999", "answer": "1874"}, "In 1874.", False),
-    ],
-)
+@pytest.mark.parametrize(("fields", "text", "is_right"), EXAMPLES["a fact, an answer, and whether it is right"])
 def test_facts_are_found_whatever_the_case_and_white_space(fields: Any, text: str, is_right: bool) -> None:
     """A right answer that counted as wrong for a line break, and "no" that was found in "know"."""
     assert judge(question(**fields), answer(text)).right is is_right
@@ -149,17 +120,7 @@ def test_an_abstention_is_right_only_where_there_is_no_answer() -> None:
     assert judge(question(answerable=False), None).right is False
 
 
-@pytest.mark.parametrize(
-    ("document", "is_shown"),
-    [
-        ("docs/mill.txt", True),
-        ("mill.txt", True),
-        ("/mill.txt", True),
-        ("ill.txt", False),
-        ("other.txt", False),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("document", "is_shown"), EXAMPLES["a name, and whether it is that of docs/mill.txt"])
 def test_a_document_is_named_by_the_end_of_its_path(document: str, is_shown: bool | None) -> None:
     """mill.txt was found in windmill.txt; a question without fact and document counted as one whose passage is missing."""
     judged = judge(question(document=document), answer("In 1874."))

@@ -84,44 +84,32 @@ def test_a_forced_correction_comes_with_its_edits(corrector: Grammar, switch: An
 
 
 @pytest.mark.parametrize(("params", "answer"), [(SAMPLED, ""), (SHORT, "It is old.")])
-def test_every_way_to_correct_gives_the_same(
+async def test_every_way_to_correct_gives_the_same(
     corrector: Grammar, switch: Any, params: SamplingParams, answer: str
 ) -> None:
     """A service that corrects otherwise than a job; a text that depends on those beside it."""
     switch.answer = answer
     texts = [TEXT, "One more.", TEXT + TEXT]
-
-    async def one_by_one() -> list[Correction]:
-        requests = [CorrectionRequest(f"m{n}", text, params) for n, text in enumerate(texts)]
-        return [await corrector.complete(corrector.prepare(request)) for request in requests]
-
-    async def flowing() -> dict[str, Correction]:
-        asked = [CorrectionRequest(f"f{n}", text, params) for n, text in enumerate(texts)]
-        async with aclosing(corrector.stages().run(asked)) as batches:
-            return {each.id: each.result() async for batch in batches for each in batch}
-
+    requests = [CorrectionRequest(f"{n}", text, params) for n, text in enumerate(texts)]
     together = corrector.correct_many(texts, params)
-    alone = asyncio.run(one_by_one())
-    flowed = asyncio.run(flowing())
+    alone = [await corrector.complete(corrector.prepare(request)) for request in requests]
+    async with aclosing(corrector.stages().run(requests)) as batches:
+        flowed = {each.id: each.result() async for batch in batches for each in batch}
     assert bool(together[0].edits) == bool(answer)
     for n, correction in enumerate(together):
-        for other in (alone[n], flowed[f"f{n}"], corrector.correct(texts[n], params)):
+        for other in (alone[n], flowed[f"{n}"], corrector.correct(texts[n], params)):
             assert (other.text, other.corrected, other.edits) == (texts[n], correction.corrected, correction.edits)
             assert other.unfinished == correction.unfinished
             assert other.stats.num_output_tokens == correction.stats.num_output_tokens
 
 
-def test_no_more_sentences_than_allowed_are_in_the_engine(engine: Engine, target: Target) -> None:
+async def test_no_more_sentences_than_allowed_are_in_the_engine(engine: Engine, target: Target) -> None:
     """A book's ten thousand sentences at once in an engine that others use, too."""
     counting = Counting(engine)
     corrector = Grammar(counting, PromptBuilder(target.tokenizer, CONTEXT), max_in_flight=3)
-
-    async def run() -> int:
-        manuscripts = [CorrectionRequest(str(n), TEXT * 3, replace(SHORT, max_tokens=4)) for n in range(4)]
-        async with aclosing(corrector.stages().run(manuscripts)) as batches:
-            return sum([len(batch) async for batch in batches])
-
-    assert asyncio.run(run()) == 4
+    asked = [CorrectionRequest(str(n), TEXT * 3, replace(SHORT, max_tokens=4)) for n in range(4)]
+    async with aclosing(corrector.stages().run(asked)) as batches:
+        assert sum([len(batch) async for batch in batches]) == 4
     assert counting.most == 3
 
 

@@ -205,7 +205,9 @@ def test_right_guesses_save_lookups(engine: Engine, index_dir: Path) -> None:
     assert index.num_calls == answer.stats.iterative.num_lookups == 2  # the first, and one for all others
 
 
-def test_decoding_goes_on_beside_a_verification(engine: Engine, index_dir: Path) -> None:
+def test_decoding_goes_on_beside_a_verification(
+    engine: Engine, index_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Asynchronous verification waited for its answer before anything was written."""
     written_meanwhile = threading.Event()
 
@@ -213,10 +215,8 @@ def test_decoding_goes_on_beside_a_verification(engine: Engine, index_dir: Path)
         if number == 2:
             assert written_meanwhile.wait(30)
 
-    index = Around(retriever(index_dir), before)
-    guessed = pipeline(
-        engine, index, speculation=SpeculationConfig(prefetch_k=24), scheduler=Always(StridePlan(1, 1, 2.0))
-    )
+    index, wide = Around(retriever(index_dir), before), SpeculationConfig(prefetch_k=24)
+    guessed = pipeline(engine, index, speculation=wide, scheduler=Always(StridePlan(1, 1, 2.0)))
     stream = engine.stream
 
     def watched(request: Any) -> Any:
@@ -224,11 +224,8 @@ def test_decoding_goes_on_beside_a_verification(engine: Engine, index_dir: Path)
             written_meanwhile.set()
         return stream(request)
 
-    guessed._components.engine.stream = watched  # type: ignore[method-assign]
-    try:
-        guessed.ask(QUESTIONS[0], GREEDY)
-    finally:
-        del guessed._components.engine.stream
+    monkeypatch.setattr(engine, "stream", watched)
+    guessed.ask(QUESTIONS[0], GREEDY)
     assert written_meanwhile.is_set()
 
 
@@ -338,17 +335,14 @@ def test_a_question_that_cannot_be_asked_is_refused(
         pipeline(engine, retriever(index_dir)).ask(question, params)
 
 
-def test_answers_may_be_asked_for_inside_an_event_loop(engine: Engine, index_dir: Path) -> None:
+async def test_answers_may_be_asked_for_inside_an_event_loop(engine: Engine, index_dir: Path) -> None:
     """`answer` blocked the loop it ran in, or mixed up two answers; in a notebook `ask` ended in an error about event loops."""
     index = retriever(index_dir)
     truth = sequential(engine, index, InContextRalm(), GREEDY)
     guessed = pipeline(engine, index, scheduler=Always(StridePlan(3, 1, 2.0)))
-
-    async def together() -> list[Answer]:
-        asked = guessed.ask(QUESTIONS[0], GREEDY)
-        return [asked, *await asyncio.gather(*(guessed.answer(question, GREEDY) for question in QUESTIONS[1:]))]
-
-    assert [said(a) for a in asyncio.run(together())] == [said(a) for a in truth]
+    asked = guessed.ask(QUESTIONS[0], GREEDY)
+    others = await asyncio.gather(*(guessed.answer(question, GREEDY) for question in QUESTIONS[1:]))
+    assert [said(a) for a in (asked, *others)] == [said(a) for a in truth]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -359,14 +353,10 @@ def test_a_stream_is_the_answer_in_pieces(engine: Engine, index_dir: Path, polic
     plain = truth_of(engine, index, "dense", policy, GREEDY)[0]
     stop = SamplingParams(max_tokens=18, ignore_eos=True, seed=1, stop=(plain.text[8:11],))
     for params in (GREEDY, stop):
-        *pieces, answer = asyncio.run(collected(guessed, params))
-        assert said(answer) == said(guessed.ask(QUESTIONS[0], params))
-        assert "".join(pieces) == answer.text
+        *pieces, answer = guessed.stream(QUESTIONS[0], params)
+        assert isinstance(answer, Answer) and said(answer) == said(guessed.ask(QUESTIONS[0], params))
+        assert "".join(map(str, pieces)) == answer.text
         assert len(pieces) > 1 or policy == "Iter-RetGen" or params is stop
-
-
-async def collected(guessed: IterativePipeline, params: SamplingParams) -> list[Any]:
-    return [piece async for piece in guessed.stream(QUESTIONS[0], params)]
 
 
 def test_leaving_a_stream_gives_the_answer_up(engine: Engine, index_dir: Path) -> None:

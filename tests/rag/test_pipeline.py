@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+from asking import run, streamed
 from small_parts import CONTEXT, DOCUMENTS, GREEDY, QUESTION, QUOTE, QUOTING, SAMPLED, Counting, Recording, Switch
 
 from ragspec.config import PipelineConfig, PromptConfig, TargetConfig
@@ -15,9 +16,7 @@ from ragspec.core import Delta, FinishReason, Request, SamplingOptions, Sampling
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import Cancelled, ConfigError, InputError, PromptTooLong, RetrievalError
-from ragspec.rag.answer import Answer
 from ragspec.rag.pipeline import AsyncPipeline, Pipeline, PipelineLimits
-from ragspec.rag.pipeline_stages import ItemResult
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import EngineLike, Question, RetrieverLike, build_request, retrieve_passages
 from ragspec.rag.wording import ABSTENTION, NOT_SUPPORTED, NOTHING_CLOSE, AnswerFit, TextRules
@@ -26,21 +25,12 @@ from ragspec.retrieval.search.filters import ComparisonFilter
 from ragspec.retrieval.search.segment_search import Query, SearchResult, SearchScope
 
 
-async def streamed(pipeline: Pipeline, question: str, params: SamplingParams, **options: Any) -> tuple[str, Answer]:
-    pieces: list[str] = []
-    async for piece in pipeline.stream(question, params, **options):
-        if isinstance(piece, Answer):
-            return "".join(pieces), piece
-        pieces.append(piece)
-    raise AssertionError("the stream ended without an answer")
-
-
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_ask_ask_many_and_stream_agree(pipeline: Pipeline, params: SamplingParams) -> None:
     """A second code path for streams or batches that builds another prompt or another key."""
     alone = pipeline.ask(QUESTION, params)
     beside = pipeline.ask_many(["Where does the river rise?", QUESTION, "What of the bridge?"], params)[1]
-    text, last = asyncio.run(streamed(pipeline, QUESTION, params))
+    text, last = streamed(pipeline, QUESTION, params)
     assert alone.token_ids == beside.token_ids == last.token_ids
     assert alone.text == beside.text == last.text == text
     assert alone.passages == beside.passages == last.passages
@@ -60,7 +50,7 @@ def test_single_sampling_parameters_are_options(pipeline: Pipeline) -> None:
     told = pipeline.ask(QUESTION, temperature=1.0, seed=5, max_tokens=7)
     assert told.token_ids == pipeline.ask(QUESTION, SamplingParams(temperature=1.0, seed=5, max_tokens=7)).token_ids
     assert len(pipeline.ask(QUESTION, GREEDY, max_tokens=3).token_ids) == 3
-    _, streamed_answer = asyncio.run(streamed(pipeline, QUESTION, GREEDY, max_tokens=3))
+    _, streamed_answer = streamed(pipeline, QUESTION, GREEDY, max_tokens=3)
     assert len(streamed_answer.token_ids) == 3
     wrong: dict[str, Any] = {"temprature": 1.0}
     with pytest.raises(TypeError, match="no option 'temprature'; did you mean 'temperature'"):
@@ -158,7 +148,7 @@ def test_the_salt_reaches_the_engine_every_way(retriever: Retriever, engine: Eng
     pipeline = Pipeline(retriever, recording, PromptBuilder(target.tokenizer, CONTEXT))
     pipeline.ask(QUESTION, GREEDY, tenant="a")
     pipeline.ask_many([QUESTION], GREEDY, tenant="b")
-    asyncio.run(streamed(pipeline, QUESTION, GREEDY, tenant="c"))
+    streamed(pipeline, QUESTION, GREEDY, tenant="c")
     assert [request.salt for request in recording.requests] == ["a", "b", "c"]
 
 
@@ -194,7 +184,7 @@ def test_a_bad_question_is_one_clear_error_and_nothing_runs(
     with pytest.raises(InputError, match="the question"):
         pipeline.ask_many([QUESTION, bad], GREEDY)
     with pytest.raises(InputError, match="the question"):
-        asyncio.run(streamed(pipeline, bad, GREEDY))
+        streamed(pipeline, bad, GREEDY)
     assert not recording.requests
 
 
@@ -208,7 +198,7 @@ def test_a_closed_engine_ends_a_stream_with_an_error(retriever: Retriever, targe
 
     pipeline = Pipeline(retriever, Closing(engine), PromptBuilder(target.tokenizer, CONTEXT))
     with pytest.raises(Cancelled):
-        asyncio.run(streamed(pipeline, QUESTION, GREEDY))
+        streamed(pipeline, QUESTION, GREEDY)
 
 
 FAR = "How do I renew a passport in Brazil?"
@@ -229,7 +219,7 @@ def test_a_question_that_nothing_is_close_to_is_not_given_to_the_target(
     assert answered.token_ids == plain.token_ids and answered.passages == plain.passages
     assert abstained.text == f"{NOTHING_CLOSE} The nearest: The bridge; The mill."
     assert (abstained.token_ids, abstained.sentences, abstained.finish_reason) == ((), (), FinishReason.STOP)
-    text, last = asyncio.run(streamed(pipeline, FAR, GREEDY))
+    text, last = streamed(pipeline, FAR, GREEDY)
     assert text == last.text == abstained.text
     assert len(recording.requests) == 1
     structured = pipeline.ask(FAR, max_tokens=24, json_schema='{"type": "object"}')  # which that sentence is not
@@ -277,7 +267,7 @@ def test_an_answer_without_support_is_withheld(careful: Pipeline, switch: Switch
     """A stream that shows what the whole answer then withholds; a supported answer that is withheld."""
     switch.answer = answer
     whole = careful.ask(QUESTION, QUOTING)
-    text, last = asyncio.run(streamed(careful, QUESTION, QUOTING))
+    text, last = streamed(careful, QUESTION, QUOTING)
     assert text == last.text == whole.text == (answer if label else NOT_SUPPORTED)
     assert [each.label for each in whole.sentences] == ([label] if label else [])
     assert whole.abstained == (not label)
@@ -313,10 +303,10 @@ def test_a_target_says_first_whether_the_passages_answer(
     prompts, recording = PromptBuilder(target.tokenizer, CONTEXT, PromptConfig(layout="free"), rules), Recording(engine)
     with Pipeline(retriever, recording, prompts, num_passages=2) as pipeline:
         whole = pipeline.ask(QUESTION, GREEDY)
-        _, streamed_whole = asyncio.run(streamed(pipeline, QUESTION, GREEDY))
+        _, streamed_whole = streamed(pipeline, QUESTION, GREEDY)
         with pipeline.chat() as chat:
             told = [chat.ask(QUESTION, GREEDY), chat.ask(QUESTION, GREEDY)]
-            _, streamed_told = asyncio.run(streamed(chat, QUESTION, GREEDY))
+            _, streamed_told = streamed(chat, QUESTION, GREEDY)
         flow = AsyncPipeline(retriever, recording, prompts)
         ((_, of_flow),) = run(flow, [Question("q", QUESTION, GREEDY, 2)]).items()
         (of_job,) = of_flow.result()
@@ -362,15 +352,6 @@ def flow(retriever: Retriever, engine: Engine, target: Target) -> Flow:
         return AsyncPipeline(index, backend, PromptBuilder(target.tokenizer, CONTEXT), PipelineLimits(**limits))
 
     return made
-
-
-def run(flow: AsyncPipeline, asked: Sequence[Question]) -> dict[str, ItemResult[tuple[Answer, ...]]]:
-    async def collect() -> list[ItemResult[tuple[Answer, ...]]]:
-        return [finished async for finished in flow.run(asked)]
-
-    finished = asyncio.run(asyncio.wait_for(collect(), 120))
-    assert len({each.id for each in finished}) == len(finished)
-    return {each.id: each for each in finished}
 
 
 @pytest.mark.parametrize(

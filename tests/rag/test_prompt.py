@@ -1,8 +1,8 @@
 """Prompts: what the target reads, and what no document can make it read."""
 
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
@@ -270,11 +270,8 @@ def test_prompts_depend_on_no_other_thread() -> None:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        threads = [threading.Thread(target=ask, args=(each,)) for each in (plain, chat, plain, chat)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(ask, (plain, chat, plain, chat)))
     finally:
         sys.setswitchinterval(interval)
     assert wrong == []

@@ -1,9 +1,8 @@
 """Follow-up questions are made standalone: what they leave out is added, and nothing else is touched."""
 
-import asyncio
 import copy
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from small_parts import CONTEXT, Switch
 
 from ragspec.config import ChatConfig
-from ragspec.core import Completion, Delta, Request
+from ragspec.core import Completion, Request
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import EngineClosed
@@ -84,14 +83,6 @@ class Failing:
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         raise EngineClosed("the engine is closed")
 
-    async def stream(self, request: Request) -> AsyncIterator[Delta]:
-        raise EngineClosed("the engine is closed")
-        yield Delta("", 0, (), "")
-
-    def close(self) -> None: ...
-
-    def purge(self, salt: str) -> None: ...
-
 
 def rewriter(target: Target, engine: Any, **config: Any) -> QueryRewriter:
     return QueryRewriter(ChatConfig(**config), PromptBuilder(target.tokenizer, 4 * CONTEXT), engine)
@@ -102,8 +93,7 @@ def test_a_target_writes_the_question_where_the_configuration_says_so(
 ) -> None:
     """A model of 1.5 B was asked unless told otherwise, and gave the first question back in the place of the last."""
     switch.answer = " Why did Frank Zappa leave the Mothers?"
-    model = rewriter(target, engine, rewriter="model")
-    model._engine = _Short(engine)  # type: ignore[assignment]
+    model = rewriter(target, _Short(engine), rewriter="model")
     assert model.standalone("Why did he leave?", ZAPPA, "ann") == "Why did Frank Zappa leave the Mothers?"
     by_rules = rewrite_by_rules("Why did he leave?", ZAPPA)
     assert rewriter(target, Failing(), rewriter="auto").standalone("Why did he leave?", ZAPPA) == by_rules
@@ -136,21 +126,14 @@ def test_a_target_that_fails_is_an_error_and_no_other_question(target: Target) -
         asked.standalone("Why did he leave?", ZAPPA)
 
 
-def test_a_template_without_a_system_role_leaves_follow_ups_to_the_rules(target: Target, engine: Engine) -> None:
+async def test_a_template_without_a_system_role_leaves_follow_ups_to_the_rules(target: Target, engine: Engine) -> None:
     """Every second question was refused, for a system message that nobody had sent; or there was a loop that ran already."""
     tokenizer = copy.deepcopy(target.tokenizer)
     refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     tokenizer.chat_template = refusing + "{% for m in messages %}{{ m.content }}{% endfor %}"
     asked = QueryRewriter(ChatConfig(rewriter="model"), PromptBuilder(tokenizer, 4 * CONTEXT), engine)
-
-    async def within_a_loop() -> str:
-        return asked.standalone("Why did he leave?", ZAPPA)
-
-    assert asyncio.run(within_a_loop()) == rewrite_by_rules("Why did he leave?", ZAPPA)
-    within = rewriter(target, engine, rewriter="model")
-    within._engine = _Short(engine)  # type: ignore[assignment]
-    asked = within
-    assert asyncio.run(within_a_loop())
+    assert asked.standalone("Why did he leave?", ZAPPA) == rewrite_by_rules("Why did he leave?", ZAPPA)
+    assert rewriter(target, _Short(engine), rewriter="model").standalone("Why did he leave?", ZAPPA)
 
 
 def test_turns_that_do_not_fit_the_target_are_left_to_the_rules(target: Target, engine: Engine) -> None:
@@ -165,6 +148,5 @@ def test_what_is_no_single_question_is_not_looked_up(
 ) -> None:
     """A target that rambles searched for its own words; NUL, which no search takes, made the follow-up an error."""
     switch.answer = written
-    asked = rewriter(target, engine, rewriter="model")
-    asked._engine = _Short(engine)  # type: ignore[assignment]
+    asked = rewriter(target, _Short(engine), rewriter="model")
     assert asked.standalone("Why did he leave?", ZAPPA) == rewrite_by_rules("Why did he leave?", ZAPPA)

@@ -1,12 +1,11 @@
 """Where the target looks chooses the likely quote, and refusing; the same in every way to ask, with drafts or without."""
 
-import asyncio
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
-from rag.test_pipeline import run, streamed
+from asking import run, streamed
 from small_parts import CONTEXT, QUESTION, Recording
 
 from ragspec.core import Message, Passage, Request, SamplingParams
@@ -92,7 +91,7 @@ def test_every_way_to_ask_looks_first_and_answers_alike(retriever: Retriever, en
         assert [len(looks), len(recording.requests)] == [1, 2] and looks[0].attention_heads == (FIT.retrieval_head,)
         plain = pipeline.ask(QUESTION, ASKED, speculation=False)
         many = pipeline.ask_many([QUESTION] * 20, ASKED)
-        _, streamed_whole = asyncio.run(streamed(pipeline, QUESTION, ASKED))
+        _, streamed_whole = streamed(pipeline, QUESTION, ASKED)
         with pipeline.chat() as chat:
             told = chat.ask(QUESTION, ASKED)
         flow = AsyncPipeline(retriever, recording, prompts)
