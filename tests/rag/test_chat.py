@@ -62,25 +62,6 @@ def chat(retriever: Retriever, prompts: PromptBuilder, store: ConversationStore)
     return Chat(retriever, prompts, store)
 
 
-class Asking:
-    """Goes through a conversation."""
-
-    def __init__(self, chat: Chat, engine: Engine, switch: Switch) -> None:
-        self.chat, self.engine, self.switch = chat, engine, switch
-
-    def __call__(self, turn: ChatTurn, says: str = "") -> tuple[PreparedTurn, Answer]:
-        self.switch.answer = says
-        ready = self.chat.prepare(turn)
-        answer = build_answer(ready, self.engine.generate([ready.request])[0])
-        assert self.chat.remember(ready, answer)
-        return ready, answer
-
-
-@pytest.fixture
-def asking(chat: Chat, engine: Engine, switch: Switch) -> Asking:
-    return Asking(chat, engine, switch)
-
-
 def turn(*texts: str, **options: Any) -> ChatTurn:
     """The user's and the assistant's texts in turn."""
     roles = itertools.cycle(("user", "assistant"))
@@ -88,11 +69,17 @@ def turn(*texts: str, **options: Any) -> ChatTurn:
     return ChatTurn(**{"id": uuid.uuid4().hex, "messages": messages, "params": PARAMS, "num_passages": 1, **options})
 
 
-def answered(chat: Chat, ready: PreparedTurn, text: str = QUOTE) -> PreparedTurn:
-    """A prepared turn, once its answer is kept."""
+def said(chat: Chat, asked: ChatTurn, text: str = QUOTE) -> tuple[PreparedTurn, Answer]:
+    """A turn, and the answer that is kept of it."""
+    ready = chat.prepare(asked)
+    return ready, kept(chat, ready, text)
+
+
+def kept(chat: Chat, ready: PreparedTurn, text: str = QUOTE) -> Answer:
     completion = Completion(ready.request.id, 0, (), text, FinishReason.STOP, (), GenerationStats())
-    assert chat.remember(ready, build_answer(ready, completion))
-    return ready
+    answer = build_answer(ready, completion)
+    assert chat.remember(ready, answer)
+    return answer
 
 
 def built(
@@ -112,47 +99,47 @@ def ids(passages: Sequence[Passage]) -> list[str]:
     return [passage.document_id for passage in passages]
 
 
-def test_a_follow_up_computes_nothing_of_the_turn_before_again(asking: Asking) -> None:
+def test_a_follow_up_computes_nothing_of_the_turn_before_again(chat: Chat, engine: Engine, switch: Switch) -> None:
     """History laid out anew, or without its passages, made every turn pay for the whole conversation."""
-    first, answer = asking(turn(QUESTION), QUOTE)
-    assert answer.text == QUOTE and answer.citations
-    second, answer = asking(turn(QUESTION, QUOTE, FOLLOW_UP))
+    switch.answer, first = QUOTE, chat.prepare(turn(QUESTION))
+    answer = build_answer(first, engine.generate([first.request])[0])
+    assert chat.remember(first, answer) and answer.text == QUOTE and answer.citations
+    switch.answer, second = "", chat.prepare(turn(QUESTION, QUOTE, FOLLOW_UP))
     prompt_ids = first.prompt.prompt_ids
     assert second.prompt.prompt_ids[: len(prompt_ids)] == prompt_ids
+    answer = build_answer(second, engine.generate([second.request])[0])
     assert answer.stats.generation.num_cached_tokens >= len(prompt_ids)
     assert second.prompt.history[0].passages == first.prompt.passages
 
 
-def test_a_named_conversation_is_supplied_by_the_server(asking: Asking, store: ConversationStore) -> None:
+def test_a_named_conversation_is_supplied_by_the_server(chat: Chat, store: ConversationStore) -> None:
     """A client that sends its question alone was answered as if nothing had been said before."""
     name = store.create("acme").id
-    first, _ = asking(turn(QUESTION, conversation=name, scope=SearchScope("acme")), QUOTE)
-    second, _ = asking(turn(FOLLOW_UP, conversation=name, scope=SearchScope("acme")), "The people.")
+    own = partial(turn, conversation=name, scope=SearchScope("acme"))
+    first, _ = said(chat, own(QUESTION))
+    second, _ = said(chat, own(FOLLOW_UP), "The people.")
     assert second.prompt.prompt_ids[: len(first.prompt.prompt_ids)] == first.prompt.prompt_ids
     assert [tuple(said) for said in store.turns("acme", name)] == [(QUESTION, QUOTE), (FOLLOW_UP, "The people.")]
     assert second.request.affinity == first.request.affinity == name
-    again, _ = asking(
-        turn(QUESTION, QUOTE, FOLLOW_UP, "The people.", "When?", conversation=name, scope=SearchScope("acme")),
-        "In 1874.",
-    )
+    again, _ = said(chat, own(QUESTION, QUOTE, FOLLOW_UP, "The people.", "When?"), "In 1874.")
     assert [said.answer for said in store.turns("acme", name)] == [QUOTE, "The people.", "In 1874."]
     assert again.history.turns[0].passages == first.prompt.passages
 
 
-def test_an_answer_with_nul_ends_no_conversation(asking: Asking, store: ConversationStore) -> None:
+def test_an_answer_with_nul_ends_no_conversation(chat: Chat, store: ConversationStore) -> None:
     """No question holds it, and neither may a turn before: from then on every follow-up was refused."""
     name = store.create("acme").id
-    _, answer = asking(turn(QUESTION, conversation=name, scope=SearchScope("acme")), "In\x001874.")
+    _, answer = said(chat, turn(QUESTION, conversation=name, scope=SearchScope("acme")), "In\x001874.")
     assert answer.text == "In\x001874."
-    asking(turn(FOLLOW_UP, conversation=name, scope=SearchScope("acme")), "The people.")
+    said(chat, turn(FOLLOW_UP, conversation=name, scope=SearchScope("acme")), "The people.")
     assert [said.answer for said in store.turns("acme", name)] == ["In\ufffd1874.", "The people."]
 
 
 @pytest.mark.parametrize("other", ["tenant", "filter", "salt", "conversation"])
-def test_what_was_shown_to_another_is_not_shown(asking: Asking, store: ConversationStore, other: str) -> None:
+def test_what_was_shown_to_another_is_not_shown(chat: Chat, store: ConversationStore, other: str) -> None:
     """The passages of a turn were found by the words before it, whoever had said them, and whatever they may see."""
     scope = parse_scope("acme", None)
-    first, _ = asking(turn(QUESTION, scope=scope), QUOTE)
+    first, _ = said(chat, turn(QUESTION, scope=scope))
     assert first.prompt.passages
     name = store.create("acme").id
     asked = {
@@ -161,9 +148,9 @@ def test_what_was_shown_to_another_is_not_shown(asking: Asking, store: Conversat
         "salt": turn(QUESTION, QUOTE, FOLLOW_UP, scope=scope, cache_salt="other"),
         "conversation": turn(QUESTION, QUOTE, FOLLOW_UP, scope=scope, conversation=name),
     }
-    ready = asking.chat.prepare(asked[other])
+    ready = chat.prepare(asked[other])
     assert ready.prompt.history[0].passages == ()
-    same = asking.chat.prepare(turn(QUESTION, QUOTE, FOLLOW_UP, scope=scope))
+    same = chat.prepare(turn(QUESTION, QUOTE, FOLLOW_UP, scope=scope))
     assert same.prompt.history[0].passages == first.prompt.passages
 
 
@@ -178,13 +165,13 @@ def test_salts_of_tenants_never_meet(chat: Chat) -> None:
     assert salts[0] == "a"
 
 
-def test_documents_of_the_turn_before_are_carried_over_once(asking: Asking) -> None:
+def test_documents_of_the_turn_before_are_carried_over_once(chat: Chat) -> None:
     """A follow-up that its own search misunderstands lost the document that it is about; or had it twice."""
-    first, _ = asking(turn(QUESTION), QUOTE)
+    first, _ = said(chat, turn(QUESTION))
     assert ids(first.prompt.passages) == ["mill"]
-    carried = asking.chat.prepare(turn(QUESTION, QUOTE, "Where does the river rise, in which hills?"))
+    carried = chat.prepare(turn(QUESTION, QUOTE, "Where does the river rise, in which hills?"))
     assert ids(carried.prompt.passages) == ["river", "mill"]
-    same = asking.chat.prepare(turn(QUESTION, QUOTE, "Does the old mill grind corn?"))
+    same = chat.prepare(turn(QUESTION, QUOTE, "Does the old mill grind corn?"))
     assert ids(same.prompt.passages) == ["mill"]
 
 
@@ -207,7 +194,7 @@ def test_a_follow_ups_own_words_search_the_cited_document_and_choose_the_quote(
     for follow_ups, history, found in cases:
         rules = replace(prompts.rules, follow_ups=follow_ups, fit=AnswerFit(quote_weight=20.0))
         chat = Chat(index, prompts.by(rules), store, ChatConfig(history=history))
-        answered(chat, chat.prepare(turn(QUESTION)))
+        said(chat, turn(QUESTION))
         ready = chat.prepare(turn(QUESTION, QUOTE, follow_up))
         *own, last = ready.prompt.passages
         assert ids(own) == ["river"] and last.document_id == "mill" and found in last.text
@@ -233,16 +220,16 @@ def test_a_row_is_quoted_again_for_another_column(
         rules = replace(prompts.rules, places=places, fit=AnswerFit(quote_weight=20.0))
         chat = Chat(index, prompts.by(rules), store)
         own = partial(turn, scope=SearchScope(str(places)), num_passages=3)
-        answered(chat, chat.prepare(own(asked)), answer)
+        said(chat, own(asked), answer)
         ready = chat.prepare(own(asked, answer, "How much memory does it use, and what costs it?"))
         found.append("db1" in ready.request.grammar)
     assert found == [True, False]
 
 
-def test_a_question_that_stands_alone_is_answered_from_its_own_passages(asking: Asking) -> None:
+def test_a_question_that_stands_alone_is_answered_from_its_own_passages(chat: Chat) -> None:
     """After a change of subject the passage of the old one stood in the prompt, and was quoted again."""
-    asking(turn(QUESTION), QUOTE)
-    ready = asking.chat.prepare(turn(QUESTION, QUOTE, "What happened in the flood of the Brook in 1921?"))
+    said(chat, turn(QUESTION))
+    ready = chat.prepare(turn(QUESTION, QUOTE, "What happened in the flood of the Brook in 1921?"))
     assert ready.question == ready.user_question and ids(ready.prompt.passages) == ["bridge"]
 
 
@@ -252,7 +239,7 @@ def test_a_hidden_history_leaves_the_standalone_question_alone(
     """A target that never saw a second turn wrote its first answer again, whatever was asked."""
     tokenizer = ALL["chat"]
     chat = Chat(retriever, PromptBuilder(tokenizer, CONTEXT), store, ChatConfig(history="hidden"))
-    first = answered(chat, chat.prepare(turn(OPENING)))
+    first, _ = said(chat, turn(OPENING))
     ready = chat.prepare(turn(OPENING, QUOTE, FOLLOW_UP))
     text = tokenizer.decode(list(ready.request.prompt_ids))
     assert ready.question in text and "Old Mill" in ready.question and "Tell me" not in text
@@ -262,72 +249,72 @@ def test_a_hidden_history_leaves_the_standalone_question_alone(
     assert "Tell me" in tokenizer.decode(list(shown.prepare(turn(OPENING, QUOTE, FOLLOW_UP)).request.prompt_ids))
 
 
-def test_the_passages_that_an_answer_cites_are_carried_before_others(asking: Asking) -> None:
+def test_the_passages_that_an_answer_cites_are_carried_before_others(chat: Chat) -> None:
     """The best-ranked one was carried although the answer came from another."""
     quote = '"A stone bridge was rebuilt after the flood of 1921." [2]'
-    first, answer = asking(turn("When was the old mill or a bridge rebuilt?", num_passages=3), quote)
+    first, answer = said(chat, turn("When was the old mill or a bridge rebuilt?", num_passages=3), quote)
     second_best = first.prompt.passages[1]
     assert {citation.document_id for citation in answer.citations} == {"bridge"}
-    ready = asking.chat.prepare(turn("When was the old mill or a bridge rebuilt?", quote, "Where does the river rise?"))
+    ready = chat.prepare(turn("When was the old mill or a bridge rebuilt?", quote, "Where does the river rise?"))
     assert second_best.document_id in ("bridge", "mill", "river")
     assert ids(ready.prompt.passages)[-1] == "bridge"
 
 
-def test_a_quote_just_given_answers_another_question_only_if_it_is_the_closest(asking: Asking) -> None:
+def test_a_quote_just_given_answers_another_question_only_if_it_is_the_closest(chat: Chat) -> None:
     """Each follow-up was answered with the first quote again."""
-    asking(turn("When was the mill built?"), QUOTE)
+    said(chat, turn("When was the mill built?"))
     for follow_up, is_left in (
         ("When was the mill built?", True), ("Who owns the bridge near it?", False), ("In which year was the mill built?", True)
     ):  # fmt: skip
-        ready = asking.chat.prepare(turn("When was the mill built?", QUOTE, follow_up, num_passages=3))
+        ready = chat.prepare(turn("When was the mill built?", QUOTE, follow_up, num_passages=3))
         quote = QUOTE.split('"')[1]
         assert any(quote in passage.text for passage in ready.prompt.passages) and ready.request.grammar
         assert (quote in ready.request.grammar) is is_left, follow_up
 
 
-def test_a_follow_up_is_completed_from_questions_and_cited_titles_and_never_from_answers(asking: Asking) -> None:
+def test_a_follow_up_is_completed_from_questions_and_cited_titles_and_never_from_answers(chat: Chat) -> None:
     """A wrong answer's words were searched for, and each further answer was about them."""
     wrong = f"{QUOTE} It was moved to Samarkand by Captain Beefheart."
-    asking(turn("when was it built?"), wrong)
-    ready = asking.chat.prepare(turn("when was it built?", wrong, "and who did that?"))
+    said(chat, turn("when was it built?"), wrong)
+    ready = chat.prepare(turn("when was it built?", wrong, "and who did that?"))
     assert ready.question.startswith("and who did that? (") and "Samarkand" not in ready.question
     titles = {title for asked in ready.history.asked for title in asked.titles}
     assert titles <= {passage.title for shown in ready.history.shown for passage in shown.passages}
 
 
 def test_a_conversation_keeps_the_order_of_its_passages(
-    asking: Asking, retriever: Retriever, store: ConversationStore, target: Target
+    chat: Chat, retriever: Retriever, store: ConversationStore, target: Target
 ) -> None:
     """A setting that changed in the course of a conversation made its whole history another prompt."""
     prompts = PromptBuilder(target.tokenizer, CONTEXT, passage_order="shared")
-    shared = Asking(Chat(retriever, prompts, store), asking.engine, asking.switch)
+    shared = Chat(retriever, prompts, store)
     question, follow_up = "When was the old mill or a bridge rebuilt?", "Where does the river rise?"
-    new, answer = shared(turn(question, num_passages=3), "Perhaps.")
+    new, answer = said(shared, turn(question, num_passages=3), "Perhaps.")
     best = new.prompt.passages[new.prompt.ranks.index(1)]
     assert new.prompt.order == answer.passage_order == "shared" and answer.ranks == new.prompt.ranks
     assert new.prompt.passages == tuple(
         sorted(new.prompt.passages, key=lambda each: (-len(each.text), each.document_id))
     )
     assert best != new.prompt.passages[0]
-    for later in (asking, shared):  # with the setting by rank, too
-        ready = later.chat.prepare(turn(question, "Perhaps.", follow_up))
+    for later in (chat, shared):  # with the setting by rank, too
+        ready = later.prepare(turn(question, "Perhaps.", follow_up))
         assert ready.prompt.order == "shared" and ready.prompt.prompt_ids[:99] == new.prompt.prompt_ids[:99]
         assert ready.prompt.history[0].passages == new.prompt.passages
         assert best.document_id in ids(ready.prompt.passages)  # carried over as the best
-    begun, _ = asking(turn(QUESTION, num_passages=3), QUOTE)  # another answer, so another conversation
-    assert shared.chat.prepare(turn(QUESTION, QUOTE, FOLLOW_UP)).prompt.order == begun.prompt.order == "rank"
+    begun, _ = said(chat, turn(QUESTION, num_passages=3))  # another answer, so another conversation
+    assert shared.prepare(turn(QUESTION, QUOTE, FOLLOW_UP)).prompt.order == begun.prompt.order == "rank"
 
 
-def test_a_conversation_goes_on_by_the_rules_it_was_begun_with(asking: Asking, store: ConversationStore) -> None:
+def test_a_conversation_goes_on_by_the_rules_it_was_begun_with(chat: Chat, store: ConversationStore) -> None:
     """A conversation of an earlier version got other texts after an upgrade: other quotes, a bias, messages without a search; or
     another model was biased by the fit of the one before."""
-    begun, _ = asking(turn(QUESTION), QUOTE)
+    begun, _ = said(chat, turn(QUESTION))
     key = begun.history.keys[-1]
     (shown,) = store.load_shown("", [key]).values()
     thanks = replace(turn(QUESTION, QUOTE, "Thanks!"), when="auto")
-    assert shown.rules == begun.prompts.rules != FORMER_RULES and not asking.chat.prepare(thanks).searched
+    assert shown.rules == begun.prompts.rules != FORMER_RULES and not chat.prepare(thanks).searched
     store.save_shown("", key, replace(shown, rules=FORMER_RULES))
-    former = asking.chat.prepare(thanks)
+    former = chat.prepare(thanks)
     assert former.searched and former.prompts.rules == FORMER_RULES
     assert "substring_chunks" in former.request.grammar and "NO_SPACE_AT_ENDS" not in former.request.grammar
     own = TextRules(fit=AnswerFit(0.5, -2.0), languages=("en",), target="another model")
@@ -336,27 +323,25 @@ def test_a_conversation_goes_on_by_the_rules_it_was_begun_with(asking: Asking, s
 
 
 def test_the_first_question_is_looked_up_as_it_is_and_the_first_follow_up_is_not(
-    asking: Asking, retriever: Retriever, prompts: PromptBuilder
+    chat: Chat, retriever: Retriever, prompts: PromptBuilder
 ) -> None:
     """Rewriting that begins with the second follow-up is the classic mistake."""
-    first, _ = asking(turn(OPENING), QUOTE)
+    first, _ = said(chat, turn(OPENING))
     assert first.question == first.user_question
-    second = asking.chat.prepare(turn(OPENING, QUOTE, FOLLOW_UP))
+    second = chat.prepare(turn(OPENING, QUOTE, FOLLOW_UP))
     assert second.user_question == FOLLOW_UP and "Old Mill" in second.question
     off = Chat(retriever, prompts, None, ChatConfig(rewriter="off"))
     assert off.prepare(turn(OPENING, QUOTE, FOLLOW_UP)).question == FOLLOW_UP
 
 
 @pytest.mark.parametrize(("when", "searched"), [("auto", False), ("always", True), ("never", False)])
-def test_thanks_are_answered_without_passages_unless_they_are_asked_for(
-    asking: Asking, when: str, searched: bool
-) -> None:
+def test_thanks_are_answered_without_passages_unless_they_are_asked_for(chat: Chat, when: str, searched: bool) -> None:
     """ "Thanks!" was looked up, and answered with a quotation; the passages before it asked for another."""
-    asking(turn(QUESTION), QUOTE)
-    ready = asking.chat.prepare(turn(QUESTION, QUOTE, "Thanks, that was it!", when=when))
+    said(chat, turn(QUESTION))
+    ready = chat.prepare(turn(QUESTION, QUOTE, "Thanks, that was it!", when=when))
     assert ready.searched is searched is bool(ready.prompt.passages) and bool(ready.request.grammar) is searched
     assert any(each.passages for each in ready.prompt.history) is (when != "auto")
-    assert asking.chat.prepare(turn(QUESTION, QUOTE, "Thanks! Who built it?", when="auto")).searched
+    assert chat.prepare(turn(QUESTION, QUOTE, "Thanks! Who built it?", when="auto")).searched
 
 
 def test_a_question_that_does_not_fit_is_refused_and_never_cut(chat: Chat) -> None:
@@ -378,17 +363,17 @@ def test_a_megabyte_of_history_costs_a_context_of_it(chat: Chat) -> None:
     assert len(ready.prompt.prompt_ids) + PARAMS.max_tokens <= CONTEXT and ready.prompt.passages
 
 
-def test_history_passages_and_prediction_are_copied_from(asking: Asking) -> None:
+def test_history_passages_and_prediction_are_copied_from(chat: Chat) -> None:
     """What is edited or repeated in a later turn was written token by token."""
-    asking(turn(QUESTION), QUOTE)
-    ready = asking.chat.prepare(turn(QUESTION, QUOTE, FOLLOW_UP, prediction="The people of the valley."))
+    said(chat, turn(QUESTION))
+    ready = chat.prepare(turn(QUESTION, QUOTE, FOLLOW_UP, prediction="The people of the valley."))
     sources = {(source.kind, source.text) for source in ready.request.sources}
     assert (SourceKind.PREDICTION, "The people of the valley.") in sources
     assert {(SourceKind.HISTORY, QUOTE), (SourceKind.HISTORY, FOLLOW_UP)} <= sources
     assert (SourceKind.PASSAGE, DOCUMENTS[0].text) in sources
 
 
-def test_system_messages_stay_in_front(asking: Asking, prompts: PromptBuilder) -> None:
+def test_system_messages_stay_in_front(chat: Chat, prompts: PromptBuilder) -> None:
     """An instruction between two turns moved the whole history behind it."""
     messages = (
         Message("system", "Be brief."),
@@ -397,7 +382,7 @@ def test_system_messages_stay_in_front(asking: Asking, prompts: PromptBuilder) -
         Message("system", "Be kind."),
         Message("user", FOLLOW_UP),
     )
-    ready = asking.chat.prepare(ChatTurn("x", messages, PARAMS))
+    ready = chat.prepare(ChatTurn("x", messages, PARAMS))
     text = prompts.tokenizer.decode(list(ready.request.prompt_ids))
     assert text.index("Be brief.\n\nBe kind.") < text.index(QUESTION) < text.index(FOLLOW_UP)
 
@@ -471,7 +456,7 @@ def test_a_follow_up_that_looks_nothing_up_needs_no_index_where_that_is_allowed(
 ) -> None:
     """It failed all the same: the passages of the turn before were to be confirmed."""
     chat = Chat(retriever, prompts, store)
-    answered(chat, chat.prepare(turn(QUESTION)))
+    said(chat, turn(QUESTION))
     broken: Any = Broken(RetrievalError("the index does not answer"))
     follow_up = replace(turn(QUESTION, QUOTE, FOLLOW_UP), when="never")
     ready = Chat(broken, prompts, store, ChatConfig(answer_without_index=True)).prepare(follow_up)
@@ -487,7 +472,7 @@ def test_a_follow_up_keeps_what_was_found_before_its_further_search_failed(
     cited = prompts.by(replace(prompts.rules, follow_ups="cited"))
     allowed, follow_up = ChatConfig(answer_without_index=True), turn(QUESTION, QUOTE, FOLLOW_UP)
     chat = Chat(retriever, cited, store, allowed)
-    answered(chat, chat.prepare(turn(QUESTION)))
+    said(chat, turn(QUESTION))
     whole, search = chat.prepare(follow_up), retriever.retrieve
 
     def fails_within_documents(queries: Sequence[str], k: int, scope: SearchScope) -> RetrievalResult:
@@ -524,7 +509,7 @@ def test_what_was_deleted_is_in_no_later_turn(
     documents = [*DOCUMENTS, Document("old", "The old mill is for sale.")]
     index = built(tmp_path / "index", retriever, documents, mode=mode)
     chat = Chat(index, prompts, store)
-    ready = answered(chat, chat.prepare(turn(QUESTION, num_passages=3)))
+    ready, _ = said(chat, turn(QUESTION, num_passages=3))
     assert {"old", "mill"} <= set(ids(ready.prompt.passages))
     with IndexWriter(tmp_path / "index") as writer:
         writer.delete("old")
@@ -545,7 +530,7 @@ def test_a_carried_passage_stands_where_its_document_has_it_now(
     config, kept = IndexConfig(chunking=ChunkingConfig(max_chars=64)), QUOTE.split('"')[1]
     mill = Document("mill", f"The mill opens at nine on Sundays. {kept}", "The mill")
     chat = Chat(built(tmp_path, retriever, [mill, *DOCUMENTS[1:]], config), prompts, store)
-    answered(chat, chat.prepare(turn(QUESTION)))
+    said(chat, turn(QUESTION))
     mill = Document("mill", f"The mill is shut on all Sundays of winter. {kept}", "The mill")
     build_index([mill, *DOCUMENTS[1:]], tmp_path, retriever.encoder, config)
     later = chat.prepare(turn(QUESTION, QUOTE, "Where does the river rise, in which hills?"))
@@ -559,8 +544,8 @@ def test_what_is_deleted_while_its_turn_is_answered_is_not_kept(chat: Chat, stor
     ready = chat.prepare(turn(QUESTION, scope=SearchScope("acme")))
     key = ready.history.keys[-1]
     chat.forget("acme", ["mill"])
-    assert answered(chat, ready).prompt.passages and store.load_shown("acme", [key]) == {}
-    answered(chat, chat.prepare(turn(QUESTION, scope=SearchScope("acme"))))
+    assert kept(chat, ready).passages and store.load_shown("acme", [key]) == {}
+    said(chat, turn(QUESTION, scope=SearchScope("acme")))
     assert key in store.load_shown("acme", [key])
 
 
