@@ -119,20 +119,21 @@ def test_a_named_conversation_is_supplied_by_the_server(chat: Chat, store: Conve
     first, _ = said(chat, own(QUESTION))
     second, _ = said(chat, own(FOLLOW_UP), "The people.")
     assert second.prompt.prompt_ids[: len(first.prompt.prompt_ids)] == first.prompt.prompt_ids
-    assert [tuple(said) for said in store.turns("acme", name)] == [(QUESTION, QUOTE), (FOLLOW_UP, "The people.")]
+    assert [tuple(each) for each in store.turns("acme", name)] == [(QUESTION, QUOTE), (FOLLOW_UP, "The people.")]
     assert second.request.affinity == first.request.affinity == name
     again, _ = said(chat, own(QUESTION, QUOTE, FOLLOW_UP, "The people.", "When?"), "In 1874.")
-    assert [said.answer for said in store.turns("acme", name)] == [QUOTE, "The people.", "In 1874."]
+    assert [each.answer for each in store.turns("acme", name)] == [QUOTE, "The people.", "In 1874."]
     assert again.history.turns[0].passages == first.prompt.passages
 
 
 def test_an_answer_with_nul_ends_no_conversation(chat: Chat, store: ConversationStore) -> None:
     """No question holds it, and neither may a turn before: from then on every follow-up was refused."""
     name = store.create("acme").id
-    _, answer = said(chat, turn(QUESTION, conversation=name, scope=SearchScope("acme")), "In\x001874.")
+    own = partial(turn, conversation=name, scope=SearchScope("acme"))
+    _, answer = said(chat, own(QUESTION), "In\x001874.")
     assert answer.text == "In\x001874."
-    said(chat, turn(FOLLOW_UP, conversation=name, scope=SearchScope("acme")), "The people.")
-    assert [said.answer for said in store.turns("acme", name)] == ["In\ufffd1874.", "The people."]
+    said(chat, own(FOLLOW_UP), "The people.")
+    assert [each.answer for each in store.turns("acme", name)] == ["In\ufffd1874.", "The people."]
 
 
 @pytest.mark.parametrize("other", ["tenant", "filter", "salt", "conversation"])

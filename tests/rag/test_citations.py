@@ -1,17 +1,16 @@
 """Citations: two spans that are the same string, or none."""
 
 import itertools
-import json
 import logging
 import re
 import unicodedata
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from language_examples import EXAMPLES
 from small_parts import QUESTION, Recording
 from tiny_target import tiny_engine, tiny_target
 
@@ -26,8 +25,6 @@ from ragspec.rag.prompt import PromptBuilder
 from ragspec.retrieval.retriever import Retriever
 from ragspec.speculation import OFF, ON
 from ragspec.verification.token_grammar import Grammars
-
-EXAMPLES = json.loads(Path(__file__).with_name("examples.json").read_text(encoding="utf-8"))
 
 STORM = Passage(
     "storm", 0, "The storm came in at dawn. It was a dark and stormy night; the rain fell.", 100, 172, source="s.txt"

@@ -1,22 +1,18 @@
 """Edits: applied they give the corrected text, exactly; and they are few."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from language_examples import EXAMPLES
 from rewriting import rewriting
 
 from ragspec.errors import InputError
 from ragspec.evaluation.target_scores import edit_distance
 from ragspec.rag.grammar.edit_filters import EditFilter
 from ragspec.rag.grammar.edits import Edit, EditKind, apply_edits, classify_edits, edit_message, word_edits
-from ragspec.rag.grammar.grammar import Grammar
 from ragspec.rag.grammar.markup import TextPart
-
-EXAMPLES = json.loads(Path(__file__).with_name("examples.json").read_text(encoding="utf-8"))
 
 WORDS = st.lists(
     st.sampled_from(["the", "mill", "it's", "a", " ", "  ", "\n", ".", ",", "é", "水", "e\u0301", "\U0001f600"])
@@ -77,14 +73,11 @@ def test_a_reason_names_what_changes() -> None:
 ANYTHING = EditFilter(1.0)
 
 
-def writing(text: str) -> Grammar:
-    return rewriting(lambda _: text)[0]
-
-
 def outcome(
     before: str | list[TextPart], after: str, edit_filter: EditFilter = ANYTHING
 ) -> tuple[str, list[tuple[str, str]]]:
-    correction = writing(after).correct(before, edit_filter=edit_filter)
+    grammar, _ = rewriting(lambda _: after)
+    correction = grammar.correct(before, edit_filter=edit_filter)
     return correction.corrected, [(each.edit.original, each.reason.value) for each in correction.withheld]
 
 

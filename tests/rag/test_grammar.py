@@ -1,16 +1,15 @@
 """Correcting texts; see conftest.py for the engine. Where a sentence must be corrected, the correction's tokens are forced."""
 
 import asyncio
-import json
 import random
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
+from language_examples import EXAMPLES
 from random_texts import WORDS, random_parts, random_rewrite, random_text
 from rewriting import TOKENIZER, Rewrite, rewriting
 from small_parts import CONTEXT, Counting, Recording
@@ -26,8 +25,6 @@ from ragspec.rag.grammar.edits import Edit, apply_edits
 from ragspec.rag.grammar.grammar import Grammar
 from ragspec.rag.grammar.markup import MarkedText, TextPart, one_line
 from ragspec.rag.prompt import PromptBuilder
-
-EXAMPLES = json.loads(Path(__file__).with_name("examples.json").read_text(encoding="utf-8"))
 
 TEXT = "The mill grind corn.  It are old.\n\n - Was it build in 1874?\n\t42 + 17\n"
 SHORT = SamplingParams(max_tokens=24)

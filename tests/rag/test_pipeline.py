@@ -207,7 +207,7 @@ FAR = "How do I renew a passport in Brazil?"
 def test_a_question_that_nothing_is_close_to_is_not_given_to_the_target(
     retriever: Retriever, abstaining_retriever: Retriever, engine: Engine, target: Target
 ) -> None:
-    """A confident answer from stock prices to a question about a deleted document."""
+    """A confident answer from stock prices to a question about a deleted document; or in a batch job alone."""
     near, far = abstaining_retriever.retrieve([QUESTION, FAR], 2).closeness
     assert near > 0.9 and far < 0.1
     assert retriever.retrieve([QUESTION], 2).closeness == (near,)
@@ -224,6 +224,9 @@ def test_a_question_that_nothing_is_close_to_is_not_given_to_the_target(
     assert len(recording.requests) == 1
     structured = pipeline.ask(FAR, max_tokens=24, json_schema='{"type": "object"}')  # which that sentence is not
     assert len(recording.requests) == 2 and not structured.text.startswith(NOTHING_CLOSE)
+    asked = [Question(each, each, GREEDY, 2, abstain_below=0.2) for each in (QUESTION, FAR)]
+    of_job = run(AsyncPipeline(abstaining_retriever, engine, prompts), asked)
+    assert [of_job[each].result()[0].text for each in (QUESTION, FAR)] == [answered.text, abstained.text]
 
 
 def test_a_question_in_a_language_that_the_target_does_not_know_is_named_so(
@@ -242,15 +245,6 @@ def test_a_question_in_a_language_that_the_target_does_not_know_is_named_so(
     ):
         assert "seems to be" not in pipeline.ask(question, max_tokens=2).text
     assert len(recording.requests) == 3
-
-
-async def test_questions_in_flight_abstain_too(abstaining_retriever: Retriever, engine: Engine, target: Target) -> None:
-    """A batch job that answers what a single question would not be answered."""
-    flow = AsyncPipeline(abstaining_retriever, engine, PromptBuilder(target.tokenizer, CONTEXT))
-    questions = [Question(text, text, GREEDY, 2, abstain_below=0.2) for text in (QUESTION, FAR)]
-
-    told = {result.id: result.result()[0].text async for result in flow.run(questions)}
-    assert told[FAR].startswith(NOTHING_CLOSE) and not told[QUESTION].startswith(NOTHING_CLOSE)
 
 
 @pytest.fixture

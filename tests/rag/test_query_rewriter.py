@@ -1,15 +1,14 @@
 """Follow-up questions are made standalone: what they leave out is added, and nothing else is touched."""
 
 import copy
-import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from language_examples import EXAMPLES
 from small_parts import CONTEXT, Switch
 
 from ragspec.config import ChatConfig
@@ -20,7 +19,6 @@ from ragspec.errors import EngineClosed
 from ragspec.rag.chat.query_rewriter import AskedBefore, QueryRewriter, extract_names, extract_phrases, rewrite_by_rules
 from ragspec.rag.prompt import PromptBuilder
 
-EXAMPLES = json.loads(Path(__file__).with_name("examples.json").read_text(encoding="utf-8"))
 ZAPPA = [AskedBefore("When was Frank Zappa born?"), AskedBefore("Which group did he lead?")]
 
 

@@ -1,9 +1,9 @@
 """What may be quoted: whole sentences, items, rows and lines of code, and never what only announces them."""
 
-import json
 from pathlib import Path
 
 import pytest
+from language_examples import EXAMPLES
 
 from ragspec.config import ChunkingConfig
 from ragspec.core import Block, BlockKind, Passage
@@ -11,8 +11,6 @@ from ragspec.rag.quotable import quotable_runs
 from ragspec.retrieval.chunking import chunk
 from ragspec.retrieval.reading import read_file
 from ragspec.retrieval.reading.markup import read_markdown, read_plain
-
-EXAMPLES = json.loads(Path(__file__).with_name("examples.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")

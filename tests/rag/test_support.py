@@ -1,19 +1,17 @@
 """Labels of sentences: what is quoted is equal to its source, what is supported survives no alteration."""
 
-import json
 import random
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from language_examples import EXAMPLES
 
 from pipelines.benchmarks.cases.labels import alterations, is_equal, measure_alterations, statements
 from ragspec.core import Passage
 from ragspec.rag.support import Evidence, find_support
 from ragspec.rag.wording import abstains
-
-EXAMPLES = json.loads(Path(__file__).with_name("examples.json").read_text(encoding="utf-8"))
 
 MILL = (
     "The old mill, which was built in 1874, opens at nine on weekdays. It does not open on Sundays. "

@@ -47,14 +47,8 @@ _MAX_CHARS = 100_000
 """Of a text whose language is guessed."""
 _PARAGRAPH = re.compile(r"(?:[^\n]++\n?)++")
 KNOWN_MISTAKES = (
-    "He go to school every day.",
-    "She have a old car.",
-    "They was late for the meeting.",
-    "This are my books.",
-    "We has finished the work.",
-    "The old man come home at nine.",
-    "The children plays in the garden.",
-    "I has two cats.",
+    "He go to school every day. She have a old car. They was late for the meeting. This are my books. We has finished the work. "
+    "The old man come home at nine. The children plays in the garden. I has two cats."
 )
 """Sentences that show whether a target corrects at all."""
 
@@ -145,7 +139,7 @@ class Grammar(Closeable):
         """Whether the target edits at least half of `KNOWN_MISTAKES` at temperature 0. A chat model may repeat a wrong sentence
         unchanged. Raises: EngineError."""
         params = SamplingParams(0.0, max_tokens=DEFAULT_PARAMS.max_tokens, seed=0)
-        request = CorrectionRequest(uuid.uuid4().hex, " ".join(KNOWN_MISTAKES), params)
+        request = CorrectionRequest(uuid.uuid4().hex, KNOWN_MISTAKES, params)
         found = await self.complete(await asyncio.to_thread(self.prepare, request))
         num_edited = sum(any(a <= edit.start < b for edit in found.edits) for a, b in found.sentences)
         return 2 * num_edited >= len(found.sentences)

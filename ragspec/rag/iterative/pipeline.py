@@ -226,9 +226,8 @@ class IterativePipeline(Closeable):
         shown = [passage for prompt in prompts for passage in prompt.passages]
         if any(isinstance(passage, WidePassage) for passage in found):
             shown = joined(shown)  # Why: a passage may have had other neighbours in another step
-        score_of = {
-            passage.id: passage.score for passage in reversed(found)
-        }  # a prompt may be that of an earlier guess
+        # a prompt may be that of an earlier guess
+        score_of = {passage.id: passage.score for passage in reversed(found)}
         passages = [replace(passage, score=score_of[passage.id]) for passage in _distinct(shown)]
         dropped = _distinct(replace(p, score=score_of[p.id]) for prompt in prompts for p in prompt.dropped)
         generation = _generation_stats(steps, request, len(final.output_ids))
