@@ -115,9 +115,6 @@ class RoutedText(_Line):
     text: str
     route: Literal["chat", "search"]
 
-    def passes(self, searched: bool) -> bool:
-        return searched == (self.route == "search")
-
 
 Line = AskedQuestion | Dialogue | CheckedSentence | RoutedText
 
@@ -332,7 +329,7 @@ class RoutedMessage:
 
     @property
     def is_right(self) -> bool:
-        return self.message.passes(self.searched)
+        return self.searched == (self.message.route == "search")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for a line of JSON."""

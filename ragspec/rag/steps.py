@@ -156,7 +156,8 @@ class PreparedQuestion:
     def after(self, first: Completion) -> Self:
         """This question once its first request has ended."""
         if self.doubt is not None:
-            return replace(self, said=said_after(first), doubt=None, doubt_stats=first.stats)
+            said = ABSTENTION if first.text.startswith("N") else ""
+            return replace(self, said=said, doubt=None, doubt_stats=first.stats)
         assert self.look is not None, "there is a first request"
         request = replace(self.request, params=self.look.params(first.attention))
         return replace(self, request=request, look=None, look_stats=first.stats)
@@ -234,11 +235,6 @@ def build_request(retrieved: RetrievedQuestion, prompts: PromptBuilder) -> Prepa
     index, times = (retrieved.generation, retrieved.missing), (retrieved.retrieve_s, time.perf_counter() - begin)
     built = question.text, prompt, request, *index, *times, prompts, said, retrieved.closeness
     return PreparedQuestion(*built, times=retrieved.times, doubt=doubt, look=look)
-
-
-def said_after(doubt: Completion) -> str:
-    """What is said in place of an answer, if the target found none in the passages."""
-    return ABSTENTION if doubt.text.startswith("N") else ""
 
 
 def generate_answers(prepared: Sequence[Prepared], engine: EngineLike) -> Iterator[tuple[Prepared, list[Completion]]]:
@@ -325,7 +321,7 @@ def build_answer(prepared: PreparedQuestion, completion: Completion) -> Answer:
     if prepared.require_support and support.sentences and not support.is_found:
         stop = FinishReason.STOP
         completion = replace(completion, text=NOT_SUPPORTED, token_ids=(), logprobs=(), finish_reason=stop)
-        support = Support((), (), ())
+        support = Support()
     return Answer(
         prepared.user_question,
         completion.text,

@@ -307,11 +307,13 @@ _MAX_INNER_MARKS = 16
 
 
 class Support(NamedTuple):
-    """`unknown_quotations`: spans of the answer inside quotation marks that stand in no passage."""
+    """What passages say of a text beside them, in fields as an `Answer` has them. `unknown_quotations`: spans of the text inside
+    quotation marks that stand in no passage."""
 
-    citations: tuple[Citation, ...]
-    sentences: tuple[AnswerSentence, ...]
-    unknown_quotations: tuple[Span, ...]
+    passages: tuple[Passage, ...] = ()
+    citations: tuple[Citation, ...] = ()
+    sentences: tuple[AnswerSentence, ...] = ()
+    unknown_quotations: tuple[Span, ...] = ()
 
     @property
     def is_found(self) -> bool:
@@ -328,10 +330,11 @@ def find_support(
     `numbered`: `[2]` in the answer means `passages[1]`.
     """
     if not passages:
-        return Support((), (), ())
+        return Support()
     citations = find_citations(answer, passages, numbered=numbered)
     labelled = label_sentences(answer, passages, citations, question, numbered=numbered)
-    return Support(tuple(citations), tuple(labelled), tuple(unknown_quotations(answer, passages)))
+    unknown = unknown_quotations(answer, passages)
+    return Support(tuple(passages), tuple(citations), tuple(labelled), tuple(unknown))
 
 
 def label_sentences(

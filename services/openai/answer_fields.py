@@ -21,7 +21,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ragspec.core import Citation, Passage, TokenLogprob, blocks_in
 from ragspec.rag.answer import Answer
-from ragspec.rag.chat.chat import SupportedText
+from ragspec.rag.support import Support
 
 CitationFormat = Literal["openai", "anthropic", "cohere"]
 
@@ -49,13 +49,13 @@ def passages_of(passages: Sequence[Passage], ranks: Sequence[int]) -> list[dict[
     ]
 
 
-def support_of(answer: Answer | SupportedText) -> dict[str, list[dict[str, Any]]]:
+def support_of(answer: Answer | Support) -> dict[str, list[dict[str, Any]]]:
     """The passages' support of the answer, by field of `ragspec`. Unknown quotations are spans that stand in no passage."""
     unknown = [{"start": start, "end": end} for start, end in answer.unknown_quotations]
     return {"citations": citations_of(answer), "sentences": sentences_of(answer), "unknown_quotations": unknown}
 
 
-def citations_of(answer: Answer | SupportedText) -> list[dict[str, Any]]:
+def citations_of(answer: Answer | Support) -> list[dict[str, Any]]:
     """Every citation, with its spans in the answer, in the passage and in the document, and where a person can read it."""
     return [
         {"start": each.start, "end": each.end, "passage": index + 1}
@@ -74,7 +74,7 @@ def _view_of(citation: Citation) -> str:
     return view_url(citation.document_id, citation.document_start, citation.document_end)
 
 
-def sentences_of(answer: Answer | SupportedText) -> list[dict[str, Any]]:
+def sentences_of(answer: Answer | Support) -> list[dict[str, Any]]:
     """Every sentence with its label, and the passage's span that it quotes or that supports it."""
     numbers = {passage.id: number for number, passage in enumerate(answer.passages, 1)}
     fields = ("start", "end", "label", "passage_start", "passage_end")
@@ -84,7 +84,7 @@ def sentences_of(answer: Answer | SupportedText) -> list[dict[str, Any]]:
     ]
 
 
-def _with_passages(answer: Answer | SupportedText) -> list[tuple[Citation, int, Passage]]:
+def _with_passages(answer: Answer | Support) -> list[tuple[Citation, int, Passage]]:
     """Every citation with its passage and the passage's index."""
     indices = {passage.id: index for index, passage in enumerate(answer.passages)}
     return [(each, index := indices[each.passage_id], answer.passages[index]) for each in answer.citations]

@@ -29,16 +29,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple, Self, Unpack
+from typing import Any, Self, Unpack
 
 from pydantic import TypeAdapter, ValidationError
 
 from ragspec.config import ChatConfig, PassageOrder
-from ragspec.core import Citation, Completion, Message, Passage, Request, SamplingOptions, SamplingParams, check_text
+from ragspec.core import Completion, Message, Passage, Request, SamplingOptions, SamplingParams, check_text
 from ragspec.disk import saving, write_atomically
 from ragspec.errors import InputError, RagspecError, RetrievalError, StoreError
 from ragspec.rag import steps
-from ragspec.rag.answer import Answer, AnswerSentence, AnswerStream
+from ragspec.rag.answer import Answer, AnswerStream
 from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages, turn_keys
 from ragspec.rag.chat.history import (
     ChatHistory,
@@ -53,7 +53,7 @@ from ragspec.rag.chat.history import (
 )
 from ragspec.rag.chat.query_rewriter import QueryRewriter
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.support import find_support
+from ragspec.rag.support import Support, find_support
 from ragspec.rag.wording import FollowUps
 from ragspec.retrieval.expansion import JoinedPassage, is_part, widths
 from ragspec.retrieval.retriever import FROM_MEMORY, RetrievalResult, RetrievalTimes
@@ -87,15 +87,6 @@ class PreparedTurn(steps.PreparedQuestion):
     def dropped_passages(self) -> tuple[Passage, ...]:
         """Passages that did not fit: of earlier turns, then the question's own."""
         return (*self.prompt.dropped_history, *self.prompt.dropped)
-
-
-class SupportedText(NamedTuple):
-    """A text and the passages beside it, with the fields that an `Answer` has of them."""
-
-    passages: tuple[Passage, ...]
-    citations: tuple[Citation, ...]
-    sentences: tuple[AnswerSentence, ...]
-    unknown_quotations: tuple[tuple[int, int], ...]
 
 
 class Chat:
@@ -212,10 +203,10 @@ class Chat:
             return is_stored
         return True
 
-    def supported(self, turn: QaPair, shown: ShownPassages) -> SupportedText:
+    def supported(self, turn: QaPair, shown: ShownPassages) -> Support:
         """A stored answer with its citations and labels, which are found again in the passages that are kept."""
         asked = None if self._prompts.quotes_first else turn.question
-        return SupportedText(shown.passages, *find_support(turn.answer, shown.passages, asked))
+        return find_support(turn.answer, shown.passages, asked)
 
     def forget(self, tenant: str, documents: Sequence[str]) -> None:
         """Remove deleted documents from stored turns, and empty the tenant's caches.
