@@ -120,12 +120,10 @@ def usage(choices: Sequence[GenerationStats]) -> dict[str, Any]:
 
     `rejected_prediction_tokens` counts drafted tokens of the prediction that were rejected; they are not in the completion.
     """
-    num_prompt = max((stats.num_prompt_tokens for stats in choices), default=0)
-    num_output = sum(stats.num_output_tokens for stats in choices)
-    num_cached = min((stats.num_cached_tokens for stats in choices), default=0)
     doubt = next((stats.doubt for stats in choices if stats.doubt), GenerationStats())
-    num_prompt, num_output = num_prompt + doubt.num_prompt_tokens, num_output + doubt.num_output_tokens
-    num_cached += doubt.num_cached_tokens
+    num_prompt = max((stats.num_prompt_tokens for stats in choices), default=0) + doubt.num_prompt_tokens
+    num_output = sum(stats.num_output_tokens for stats in choices) + doubt.num_output_tokens
+    num_cached = min((stats.num_cached_tokens for stats in choices), default=0) + doubt.num_cached_tokens
     predicted = SourceKind.PREDICTION.name.lower()
     num_accepted = sum(stats.accepted_by_source.get(predicted, 0) for stats in choices)
     num_drafted = sum(stats.drafted_by_source.get(predicted, 0) for stats in choices)
