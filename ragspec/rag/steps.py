@@ -156,7 +156,7 @@ class PreparedQuestion:
     def after(self, first: Completion) -> Self:
         """This question once its first request has ended."""
         if self.doubt is not None:
-            said = ABSTENTION if first.text.startswith("N") else ""
+            said = ABSTENTION if first.text.startswith("N") else ""  # "No": the passages hold no answer
             return replace(self, said=said, doubt=None, doubt_stats=first.stats)
         assert self.look is not None, "there is a first request"
         request = replace(self.request, params=self.look.params(first.attention))
