@@ -404,7 +404,7 @@ def test_a_bad_question_is_its_own_result(flow: Flow) -> None:
 
 async def test_an_id_that_runs_already_is_refused_for_the_second(flow: Flow) -> None:
     """Two questions of one id whose tokens mix."""
-    long = replace(GREEDY, max_tokens=100, ignore_eos=True)  # the first still runs when the second is submitted
+    long = replace(GREEDY, max_tokens=600, ignore_eos=True)  # the first still runs when the second is submitted
     twice = [replace(question, id="same") for question in questions(long, TEXTS[:2])]
 
     results = [each.error for each in [finished async for finished in flow().run(twice)]]
