@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,57 +31,18 @@ class Origin(NamedTuple):
 _ROOT = Origin("root")
 
 
-class DeviceProbs(Protocol):
-    """A row of probabilities on a device, with the array operations that the published acceptance rules use."""
-
-    shape: tuple[int, ...]
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, token_id: int) -> float: ...
-
-    def __setitem__(self, token_id: int, prob: float) -> None: ...
-
-    def __rmul__(self, factor: float) -> DeviceProbs: ...
-
-    def __truediv__(self, divisor: float) -> DeviceProbs: ...
-
-    def __sub__(self, other: Any) -> DeviceProbs: ...
-
-    def clip(self, least: float) -> DeviceProbs: ...
-
-    def copy(self) -> DeviceProbs: ...
-
-    def sum(self) -> float: ...
-
-    def min(self) -> float: ...
-
-    def max(self) -> float: ...
-
-    def entropy_nats(self) -> float: ...
-
-    def rank(self, token_id: int) -> int:
-        """How many tokens are more probable, or as probable with a lower id."""
-
-    def index_at(self, share: float) -> int:
-        """The token where the running sum passes this share of the whole."""
-
-
-Probs = NDArray[np.float64] | DeviceProbs
-"""A token's probabilities over the vocabulary. Shape: float64 [V]."""
-
-
 class Draw(NamedTuple):
     """How the children of one node were drawn, in draw order; a token drawn twice is listed twice.
 
-    `draft_probs`: the distribution that the tokens were drawn from; None: chosen deterministically. Shape: float64 [V].
+    `draft_probs`: the distribution that the tokens were drawn from, as the `Probs` of ragspec.numerics.torch.sampling; None:
+    chosen deterministically.
 
     A drawn token stays listed when its node is not in the tree (pruned, too deep); if accepted, it is the step's last token.
     Leaving it out would change the distribution of the draws and so of the output.
     """
 
     tokens: tuple[int, ...]
-    draft_probs: Probs | None = None
+    draft_probs: Any = None
     with_replacement: bool = True
 
 

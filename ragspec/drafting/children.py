@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from ragspec.core import SamplingParams
 from ragspec.drafting.drafter import SequenceView
-from ragspec.numerics.backend import BestTokens, KeyedDraw, LogitEdits, LogitRows
+from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.compiled import compiled
 from ragspec.numerics.noise import bits, gumbel, output_key
+from ragspec.numerics.torch.sampling import BestTokens, KeyedDraw, LogitEdits
 from ragspec.speculation import CHAIN_RULES, LOSSY_RULES, AcceptanceRule
 from ragspec.tree import Draw
 from ragspec.verification.probabilities import KeyedRandom, RandomStream, draw_iid, draw_without_replacement, row_probs

@@ -10,101 +10,19 @@ prefix cache and the engine's loop know none of them: they see token ids and num
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ragspec.core import SamplingParams, TokenLogprob
 from ragspec.numerics.attention import AttentionMetadata, AttentionShape, Floats, Ints
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.ranks import Ranks
-from ragspec.tree import DeviceProbs
+from ragspec.numerics.torch.sampling import TorchLogits
 
-TokenIds = NDArray[np.int64]
-
-
-class LogitEdits(NamedTuple):
-    """Changes of a few logits of one row, made in this order. Shapes: ids int64 [E] each, amounts float32 [E].
-
-    `repeated`: positive logits are divided by `repetition_penalty`, negative ones multiplied. `penalties` are subtracted,
-    `biases` added; `forbidden` become -inf.
-    """
-
-    repetition_penalty: float
-    repeated: TokenIds
-    penalties: tuple[TokenIds, Floats]
-    biases: tuple[TokenIds, Floats]
-    forbidden: TokenIds
-
-
-PackedBits = NDArray[np.uint8]
-"""A bit for each token, eight in a byte, the lowest first. Shape: uint8 [V / 8, rounded up]."""
-
-
-class KeyedDraw(NamedTuple):
-    """How one row's token is sampled: `key` is the noise of the output position; None: without noise. `edits` None: none.
-
-    `allowed`: the tokens that may be sampled; None: all.
-    """
-
-    params: SamplingParams
-    key: int | None
-    edits: LogitEdits | None
-    allowed: PackedBits | None = None
-
-
-class BestTokens(NamedTuple):
-    """The best tokens of each row, falling; ties to the lower column. Shapes: columns int64 [N, k] (-1: none), scores float64
-    [N, k], finite bool [N]: whether all logits of the row are finite."""
-
-    columns: TokenIds
-    scores: NDArray[np.float64]
-    finite: NDArray[np.bool_]
-
-    @classmethod
-    def of(cls, numbers: NDArray[np.float64]) -> BestTokens:
-        """Rows of columns, scores and 1.0 for finite. Shape: [N, 2 k + 1]."""
-        columns, scores, finite = np.split(numbers, [numbers.shape[1] // 2, numbers.shape[1] - 1], 1)
-        return cls(columns.astype(np.int64), scores, finite[:, 0] > 0)
-
-
-class DeviceLogits(Protocol):
-    """Logits of some rows that stay on a device, float32 [W, V]: tokens are chosen there.
-
-    `token_ids`: the token of each column. Shape: int64 [V].
-    """
-
-    token_ids: Tensor
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, rows: slice) -> DeviceLogits:
-        """Fewer rows."""
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Floats:
-        """All rows on the host, for tests of the numerics."""
-
-    def sample(self, draws: Sequence[KeyedDraw | None]) -> list[int]:
-        """The token of each row; any token for a row without a draw."""
-
-    def log_probs(self, rows: Sequence[int], token_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:
-        """As `ragspec.verification.sampling.logprob`, for a token of each of some rows."""
-
-    def probs(self, row: int, draw: KeyedDraw) -> DeviceProbs:
-        """Warped probabilities of one row over the target's vocabulary; they stay on the device."""
-
-    def best(self, draws: Sequence[KeyedDraw] | None, count: int) -> Tensor:
-        """Each row's `count` greatest of warped logit and noise, among the tokens that survive the warps; without draws the most
-        probable ones, and their log-probabilities. They stay on the device, in the form that `BestTokens.of` reads.
-
-        Shape: float64 [W, 2 count + 1].
-        """
-
-
-LogitRows = Floats | DeviceLogits
+LogitRows = Floats | TorchLogits
 """Logits of some rows of a forward, float32 [W, V], where the backend keeps them."""
 
 

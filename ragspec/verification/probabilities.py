@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.core import SamplingParams
-from ragspec.numerics.backend import KeyedDraw, LogitRows
+from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.noise import output_key
-from ragspec.tree import Probs
+from ragspec.numerics.torch.sampling import KeyedDraw, Probs
 from ragspec.verification.sampling import Logits, TokenCounts, logit_edits, warp
 
 Floats = NDArray[np.float64]

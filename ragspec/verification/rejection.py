@@ -25,8 +25,9 @@ import numpy as np
 
 from ragspec.errors import InputError
 from ragspec.numerics.backend import LogitRows
+from ragspec.numerics.torch.sampling import Probs
 from ragspec.speculation import CHAIN_RULES, LOSSY_RULES, AcceptanceRule
-from ragspec.tree import DraftTree, Draw, Probs
+from ragspec.tree import DraftTree, Draw
 from ragspec.verification.probabilities import KeyedRandom, RandomStream, row_probs
 from ragspec.verification.sampling import ChoiceSampler, Logits
 from ragspec.verification.verify import VerifyResult
@@ -162,16 +163,16 @@ class TreeWalk:
         return _NodeState(trial, accept_prob, trials, functools.partial(self._probs_at, trial.node or 0))
 
     def _trials(self, node: int) -> Iterator[_Trial]:
-        drawn, draft_probs, with_replacement = self._draws.get(node, Draw(()))
-        left = draft_probs
-        for token in drawn:
+        draw = self._draws.get(node, Draw(()))
+        left: Probs | None = draw.draft_probs
+        for token in draw.tokens:
             row = left / left.sum() if left is not None else None
             yield _Trial(token, self._tree.child(node, token), row)
-            if left is not None and not with_replacement:
+            if left is not None and not draw.with_replacement:
                 left = left.copy()
                 left[token] = 0.0
         for child in self._tree.children(node):
-            if self._tree.token_ids[child] not in drawn:
+            if self._tree.token_ids[child] not in draw.tokens:
                 yield _Trial(self._tree.token_ids[child], child, None)
 
 

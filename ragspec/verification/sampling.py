@@ -22,9 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.core import LEAST_TEMPERATURE, Request, SamplingParams, TokenLogprob
-from ragspec.numerics.backend import KeyedDraw, LogitEdits, LogitRows
+from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.compiled import compiled
 from ragspec.numerics.noise import ABOVE_ANY_GUMBEL, MOST_REST, bits, gumbel, output_key, output_keys
+from ragspec.numerics.torch.sampling import KeyedDraw, LogitEdits
 from ragspec.tree import DraftTree
 
 Logits = NDArray[np.float32]

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.errors import InputError
-from ragspec.numerics.backend import KeyedDraw, PackedBits
+from ragspec.numerics.torch.sampling import KeyedDraw, PackedBits
 from ragspec.tree import DraftTree
 from ragspec.verification.sampling import KeyedSampler, Logits, sample
 

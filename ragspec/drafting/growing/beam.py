@@ -209,7 +209,7 @@ class DeviceBeam(Beam):
 
     @torch.inference_mode()
     def grow(self, picks: Tensor, num_rows: int) -> None:
-        """Choose among the children of the open nodes. `picks`: as `DeviceLogits.best` returns them, for each row."""
+        """Choose among the children of the open nodes. `picks`: as `TorchLogits.best` returns them, for each row."""
         (num_drafts, width), count = self._nodes.open.shape, self._num_children
         picks = picks.view(num_drafts, -1, 2 * count + 1).expand(-1, width, -1)
         chosen = self._choose(picks)

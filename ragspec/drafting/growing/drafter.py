@@ -37,8 +37,9 @@ from ragspec.drafting.growing.draft import (
 )
 from ragspec.errors import EngineError
 from ragspec.numerics.attention import AttentionMetadata
-from ragspec.numerics.backend import DeviceLogits, LogitRows
+from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.kv_cache import KvPool
+from ragspec.numerics.torch.sampling import TorchLogits
 from ragspec.numerics.torch.transfer import to_host
 from ragspec.tree import Proposal
 
@@ -251,7 +252,7 @@ class GrowingDrafter(Drafter, Generic[D]):
                 own[rank] = rank
                 own[self._num_children + rank] = min(0.0, log_prob - drawn.log_probs[0])
 
-    def _best(self, logits: DeviceLogits, owners: SequenceOf[SequenceView], depth: int) -> Tensor:
+    def _best(self, logits: TorchLogits, owners: SequenceOf[SequenceView], depth: int) -> Tensor:
         by_confidence = self._settings.shape.num_nodes is not None
         return logits.best(None if by_confidence else self._coupling.draws(owners, depth), self._num_children)
 

@@ -9,26 +9,71 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ragspec.core import LEAST_TEMPERATURE, TokenLogprob
+from ragspec.core import LEAST_TEMPERATURE, SamplingParams, TokenLogprob
 from ragspec.numerics.attention import Floats
-from ragspec.numerics.backend import KeyedDraw, PackedBits
 from ragspec.numerics.noise import MIX_1, MIX_2, STEP
 from ragspec.numerics.torch.attention import tree_sum
 from ragspec.numerics.torch.transfer import column, to_device, to_host
 
+TokenIds = NDArray[np.int64]
 _MASS_BITS = 40
 """A probability of e^0 as a whole number; a vocabulary of 2^22 tokens still fits 63 bits."""
 _DIGITS = ((21, 11), (10, 11), (0, 10))
 """First bit and number of bits of the digits of a float32, the highest first."""
 _SCRATCH_BYTES = 2**28
 """Rows are sampled in groups whose float64 rows take at most so much memory."""
+
+
+class LogitEdits(NamedTuple):
+    """Changes of a few logits of one row, made in this order. Shapes: ids int64 [E] each, amounts float32 [E].
+
+    `repeated`: positive logits are divided by `repetition_penalty`, negative ones multiplied. `penalties` are subtracted,
+    `biases` added; `forbidden` become -inf.
+    """
+
+    repetition_penalty: float
+    repeated: TokenIds
+    penalties: tuple[TokenIds, Floats]
+    biases: tuple[TokenIds, Floats]
+    forbidden: TokenIds
+
+
+PackedBits = NDArray[np.uint8]
+"""A bit for each token, eight in a byte, the lowest first. Shape: uint8 [V / 8, rounded up]."""
+
+
+class KeyedDraw(NamedTuple):
+    """How one row's token is sampled: `key` is the noise of the output position; None: without noise. `edits` None: none.
+
+    `allowed`: the tokens that may be sampled; None: all.
+    """
+
+    params: SamplingParams
+    key: int | None
+    edits: LogitEdits | None
+    allowed: PackedBits | None = None
+
+
+class BestTokens(NamedTuple):
+    """The best tokens of each row, falling; ties to the lower column. Shapes: columns int64 [N, k] (-1: none), scores float64
+    [N, k], finite bool [N]: whether all logits of the row are finite."""
+
+    columns: TokenIds
+    scores: NDArray[np.float64]
+    finite: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, numbers: NDArray[np.float64]) -> BestTokens:
+        """Rows of columns, scores and 1.0 for finite. Shape: [N, 2 k + 1]."""
+        columns, scores, finite = np.split(numbers, [numbers.shape[1] // 2, numbers.shape[1] - 1], 1)
+        return cls(columns.astype(np.int64), scores, finite[:, 0] > 0)
 
 
 def _signed(number: int | np.uint64) -> int:
@@ -56,7 +101,10 @@ def gumbel_rows(keys: Tensor, token_ids: Tensor) -> Tensor:
 
 
 class TorchLogits:
-    """See `ragspec.numerics.backend.LogitRows`."""
+    """Logits of some rows that stay on a device, float32 [W, V]: tokens are chosen there.
+
+    `token_ids`: the token of each column. Shape: int64 [V].
+    """
 
     def __init__(self, values: Tensor, token_ids: Tensor | None = None, vocab_size: int = 0) -> None:
         self._values, self._vocab_size = values, vocab_size or values.shape[1]  # [W, V]
@@ -66,9 +114,11 @@ class TorchLogits:
         return len(self._values)
 
     def __getitem__(self, rows: slice) -> TorchLogits:
+        """Fewer rows."""
         return TorchLogits(self._values[rows], self.token_ids, self._vocab_size)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Floats:
+        """All rows on the host, for tests of the numerics."""
         rows: Floats = to_host(self._values)
         return rows
 
@@ -80,7 +130,11 @@ class TorchLogits:
 
     @torch.inference_mode()
     def best(self, draws: Sequence[KeyedDraw] | None, count: int) -> Tensor:
-        """See `ragspec.numerics.backend.DeviceLogits`."""
+        """Each row's `count` greatest of warped logit and noise, among the tokens that survive the warps; without draws the most
+        probable ones, and their log-probabilities. They stay on the device, in the form that `BestTokens.of` reads.
+
+        Shape: float64 [W, 2 count + 1].
+        """
         if draws is None:
             columns, log_probs = _most_probable(self._values, count)
             finite = torch.isfinite(log_probs).all(1, keepdim=True)
@@ -89,7 +143,7 @@ class TorchLogits:
 
     @torch.inference_mode()
     def log_probs(self, rows: Sequence[int], token_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:
-        """See `ragspec.numerics.backend.DeviceLogits`."""
+        """As `ragspec.verification.sampling.logprob`, for a token of each of some rows."""
         values = self._values[to_device(np.array(rows, np.int64), self._values.device)]
         own = to_device(np.array(token_ids, np.int64), values.device)[:, None]
         found = to_host(torch.cat([part.double() for part in _most_probable(values, num_top, own)], 1))
@@ -101,7 +155,7 @@ class TorchLogits:
 
     @torch.inference_mode()
     def probs(self, row: int, draw: KeyedDraw) -> TorchProbs:
-        """See `ragspec.numerics.backend.DeviceLogits`."""
+        """Warped probabilities of one row over the target's vocabulary; they stay on the device."""
         x = self._values[row : row + 1]
         vocab_size = self._vocab_size
         if x.shape[1] < vocab_size:
@@ -275,7 +329,10 @@ def _greatest(x: Tensor, count: int) -> Tensor:
 
 
 class TorchProbs:
-    """See `ragspec.tree.DeviceProbs`: single numbers reach the host, rows stay. Every sum has a fixed order."""
+    """A row of probabilities on a device, with the array operations that the published acceptance rules use.
+
+    Single numbers reach the host, rows stay. Every sum has a fixed order.
+    """
 
     def __init__(self, values: Tensor) -> None:
         self._values = values  # float64 [V]
@@ -319,14 +376,19 @@ class TorchProbs:
         return -_number(tree_sum(self._values * logs)[0])
 
     def rank(self, token_id: int) -> int:
+        """How many tokens are more probable, or as probable with a lower id."""
         own, ids = self._values[token_id], torch.arange(len(self._values), device=self._values.device)
         above = (self._values > own) | ((self._values == own) & (ids < token_id))
         return int(_number(above.sum().double()))
 
     def index_at(self, share: float) -> int:
-        """Whole numbers are added, so that the sum has no order."""
+        """The token where the running sum passes this share of the whole. Whole numbers are added: their sum has no order."""
         mass = (self._values / self._values.amax() * 2.0**_MASS_BITS).long().cumsum(0)
         return int(_number((mass <= (mass[-1].double() * share).long()).sum().double()))
+
+
+Probs = NDArray[np.float64] | TorchProbs
+"""A token's probabilities over the vocabulary. Shape: float64 [V]."""
 
 
 def _number(x: Tensor) -> float:
