@@ -19,6 +19,7 @@ from tokenizers import pre_tokenizers
 from transformers import modeling_gguf_pytorch_utils
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
+from ragspec.engine.checkpoints.model_config import head_dim
 from ragspec.errors import ModelError
 
 log = logging.getLogger(__name__)
@@ -209,16 +210,12 @@ def _class_value(name: str, config: Any) -> object:
         rotation: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
         return rotation.get("sliding_attention", {}).get("rope_theta")
     attribute = _ATTRIBUTES.get(name, "")
-    return _head_dim(config) if attribute == "head_dim" else getattr(config, attribute, None)
-
-
-def _head_dim(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return head_dim(config) if attribute == "head_dim" else getattr(config, attribute, None)
 
 
 def _rotary_width(config: Any) -> float:
     share = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
-    return _head_dim(config) * float(share)
+    return head_dim(config) * float(share)
 
 
 def _equal(value: object, expected: object) -> bool:

@@ -47,11 +47,14 @@ class LogitTransform(NamedTuple):
         return logits
 
 
+def head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
 def attention_shapes(config: Any, num_ranks: int) -> list[AttentionShape]:
-    heads = int(config.num_attention_heads)
+    heads, dim = int(config.num_attention_heads), head_dim(config)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    shape = AttentionShape(heads // num_ranks, kv_heads // num_ranks, head_dim, head_dim**-0.5)
+    shape = AttentionShape(heads // num_ranks, kv_heads // num_ranks, dim, dim**-0.5)
     return [shape] * config.num_hidden_layers
 
 

@@ -26,6 +26,7 @@ from transformers import PretrainedConfig
 
 from ragspec.config import TargetConfig
 from ragspec.disk import TEMPORARY
+from ragspec.engine.checkpoints.model_config import head_dim
 from ragspec.engine.checkpoints.target_files import converted_folder, files_digest, is_unused
 from ragspec.engine.checkpoints.weights import find_file, model_errors, tensor_files
 from ragspec.errors import ModelError
@@ -104,12 +105,12 @@ def _shapes(files: dict[str, Path], names: dict[str, str]) -> dict[str, Tensor]:
 
 def _skeleton(config: Any, shapes: dict[str, Tensor]) -> SimpleNamespace:
     """What `Int8Decoder` reads of a transformers decoder: layers with attention, feed-forward and norms."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dim = head_dim(config)
     norm = {"variance_epsilon": config.rms_norm_eps}
     layers = []
     for number in range(config.num_hidden_layers):
         layer = _part(shapes, f"layers.{number}.", norm)
-        vars(layer.self_attn).update(layer_idx=number, head_dim=head_dim, scaling=head_dim**-0.5, config=config)
+        vars(layer.self_attn).update(layer_idx=number, head_dim=dim, scaling=dim**-0.5, config=config)
         layers.append(layer)
     return SimpleNamespace(config=config, layers=layers, norm=_part(shapes, "norm.", norm))
 
