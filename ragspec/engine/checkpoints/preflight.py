@@ -82,46 +82,39 @@ def is_in_hub_cache(name: str) -> bool:
 
 def hub_answers(name: str) -> bool:
     """Whether the hub can be reached, within two seconds."""
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]
+    from huggingface_hub.errors import HfHubHTTPError
+
+    error = _hub_error(name)
+    return error is None or isinstance(error, HfHubHTTPError)
+
+
+def _hub_error(name: str) -> Exception | None:
+    """Why the hub does not give the model's configuration, a file, which mirrors have that know nothing of models."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]
 
     try:
-        _ask_hub(name)
-    except HfHubHTTPError:
-        return True
-    except (HTTPError, OSError):
-        return False
-    return True
-
-
-def _ask_hub(name: str) -> None:
-    """Asks for a file, which mirrors have that know nothing of models."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
-
-    get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_HUB_TIMEOUT_S)
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_HUB_TIMEOUT_S)
+    except (HFValidationError, HTTPError, OSError) as error:
+        return error
+    return None
 
 
 def _look_at_hub(name: str) -> None:
     """One short look. Raises: ModelError with everything that was tried, and the nearest known names."""
     from huggingface_hub import constants
-    from huggingface_hub.errors import (  # type: ignore[attr-defined]
-        HfHubHTTPError,
-        HFValidationError,
-        HTTPError,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
     tried = f"{name!r} is no folder or file here, and not in the catalogue (ragspec models list); "
     if constants.HF_HUB_OFFLINE:
         raise ModelError(f"{tried}the model hub is switched off (HF_HUB_OFFLINE){_nearest(name)}")
-    try:
-        _ask_hub(name)
-    except (RepositoryNotFoundError, HFValidationError) as cause:
+    if (error := _hub_error(name)) is None:
+        return
+    if isinstance(error, RepositoryNotFoundError | HFValidationError):
         reason = "the model hub has no such model, or shows it only with HF_TOKEN"
-        raise ModelError(f"{tried}{reason}{_nearest(name)}") from cause
-    except HfHubHTTPError as cause:
-        raise ModelError(f"{tried}the model hub refuses it: {cause}{_nearest(name)}") from cause
-    except (HTTPError, OSError) as cause:
-        raise ModelError(f"{tried}the model hub does not answer: {cause}{_nearest(name)}") from cause
+    else:
+        reason = f"the model hub {'refuses it' if isinstance(error, HfHubHTTPError) else 'does not answer'}: {error}"
+    raise ModelError(f"{tried}{reason}{_nearest(name)}") from error
 
 
 def _nearest(name: str) -> str:
