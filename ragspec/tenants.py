@@ -100,18 +100,18 @@ class TenantStates(dict[str, T]):
 
     def used(self, salt: str) -> T:
         """The state of a salt, made if there is none."""
-        state = self.pop(salt) if salt in self else self._make()
-        self[salt] = state
-        if (surplus := self.surplus()) is not None:
-            del self[surplus]
+        state = self[salt] = self.pop(salt) if salt in self else self._make()
+        self.forget_surplus()
         return state
 
-    def surplus(self) -> str | None:
-        """The salt to forget; None while there are few enough. Why parts first: a tenant's own salt stands for all of them."""
+    def forget_surplus(self) -> str | None:
+        """The salt that was forgotten; None where there are few enough. Why parts first: a tenant's own salt stands for all."""
         if len(self) <= self._most:
             return None
         counts = Counter(map(tenant_of, self))
-        return max(self, key=lambda each: (counts[tenant_of(each)], each != tenant_of(each)))
+        surplus = max(self, key=lambda each: (counts[tenant_of(each)], each != tenant_of(each)))
+        del self[surplus]
+        return surplus
 
     def purge(self, salt: str) -> None:
         """Forget the states of a salt and of its parts."""
@@ -130,8 +130,7 @@ class TenantCaches:
         with self._lock:
             self._salts.pop(salt, None)
             self._salts[salt] = None
-            if (oldest := self._salts.surplus()) is not None:
-                del self._salts[oldest]
+            oldest = self._salts.forget_surplus()
         if oldest is not None:
             self._purge(oldest)
 
