@@ -50,27 +50,9 @@ class DenseConfig(ConfigSection):
 
 
 Language = Literal[
-    "auto",
-    "none",
-    "arabic",
-    "danish",
-    "dutch",
-    "english",
-    "finnish",
-    "french",
-    "german",
-    "greek",
-    "hungarian",
-    "italian",
-    "norwegian",
-    "portuguese",
-    "romanian",
-    "russian",
-    "spanish",
-    "swedish",
-    "tamil",
-    "turkish",
-]
+    "auto", "none", "arabic", "danish", "dutch", "english", "finnish", "french", "german", "greek", "hungarian", "italian",
+    "norwegian", "portuguese", "romanian", "russian", "spanish", "swedish", "tamil", "turkish",
+]  # fmt: skip
 
 NO_STOP_WORDS = {"none", "arabic", "greek", "romanian", "tamil", "turkish"}
 

@@ -18,9 +18,8 @@ from safetensors import SafetensorError, safe_open
 
 from ragspec.engine.checkpoints.weights import tensor_files
 from ragspec.errors import ModelError
-from ragspec.numerics.attention import AttentionShape
+from ragspec.numerics.attention import AttentionShape, Floats
 
-Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 _NONE = np.empty(0, np.float32)
 
@@ -89,10 +88,8 @@ class PromptAttention:
         """None where the weights are not in safetensors."""
         files, name, dim = tensor_files(self._folder), f"layers.{layer}", self._shape.head_dim
         own, whole = slice(head * dim, (head + 1) * dim), slice(None)
-        norm, weight = (
-            self._part(files, f"{name}.{part}.weight", rows)
-            for part, rows in (("input_layernorm", whole), ("self_attn.q_proj", own))
-        )
+        norm = self._part(files, f"{name}.input_layernorm.weight", whole)
+        weight = self._part(files, f"{name}.self_attn.q_proj.weight", own)
         bias = self._part(files, f"{name}.self_attn.q_proj.bias", own)
         own_norm = self._part(files, f"{name}.self_attn.q_norm.weight", whole)
         return _Query(norm, weight, bias, own_norm) if len(norm) and len(weight) else None

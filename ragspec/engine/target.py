@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from ragspec.config import TargetConfig
@@ -38,7 +37,7 @@ from ragspec.engine.hf_attention import tapped_layers
 from ragspec.engine.prompt_attention import PromptAttention
 from ragspec.engine.rank_messages import ForwardInput, KeyRead, MessageKind, in_step, send, send_forward, send_key_read
 from ragspec.errors import ModelError, RankLost
-from ragspec.numerics.attention import PAGE, AttentionMetadata, padded
+from ragspec.numerics.attention import PAGE, AttentionMetadata, Floats, Ints, padded
 from ragspec.numerics.backend import Backend, LogitRows
 from ragspec.numerics.batch import NODES, Batch, ScheduledSequence
 from ragspec.numerics.cpu.backend import CpuBackend
@@ -60,9 +59,6 @@ log = logging.getLogger(__name__)
 notices = logging.getLogger("ragspec.engine.notices")
 """Warnings about the configured model that its user must see; the command line keeps other warnings off the terminal."""
 notices.setLevel(logging.WARNING)
-
-Ints = NDArray[np.int32]
-Floats = NDArray[np.float32]
 
 FINAL = -1
 

@@ -21,17 +21,10 @@ from numba.extending import intrinsic
 log = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_FILES = (
-    "numerics/**/*.py",
-    "verification/sampling.py",
-    "drafting/acceptance.py",
-    "drafting/children.py",
-    "drafting/copy.py",
-    "drafting/step_trees.py",
-    "drafting/suffix_index.py",
-    "retrieval/search/bm25.py",
-    "retrieval/search/dense.py",
-)
+_FILES = """
+    numerics/**/*.py verification/sampling.py drafting/acceptance.py drafting/children.py drafting/copy.py
+    drafting/step_trees.py drafting/suffix_index.py retrieval/search/bm25.py retrieval/search/dense.py
+""".split()
 
 
 def source_hash() -> str:

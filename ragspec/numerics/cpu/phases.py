@@ -5,13 +5,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from ragspec.numerics.cpu.int8_weights import Product, WeightArena, greatest_activation
+from ragspec.numerics.cpu.int8_weights import Floats, Phases, Product, WeightArena, greatest_activation
 from ragspec.numerics.cpu.kernels import Buffer, Column, Kind
 from ragspec.numerics.cpu.product_code import RoundedRows, room_for_rows
-from ragspec.numerics.cpu.thread_pool import Phases
 from ragspec.numerics.ranks import Ranks
 
 
@@ -67,9 +65,6 @@ class PhaseTable:
         for quantiser, row_sum in zip(self._quantisers, sums.tolist(), strict=True):
             quantiser[Column.MOST] = greatest_activation(row_sum)
         return self._arena.placed(make_table(self._rows))
-
-
-Floats = NDArray[np.float32]
 
 
 def floats_of(given: Mapping[Buffer, Floats], others: Sequence[Floats] = ()) -> tuple[Floats, ...]:
