@@ -1,10 +1,14 @@
-"""Small things that tests of any package take: waiting without a fixed time, a clock that stands still, a progress callback."""
+"""Small things that tests of any package take: waiting without a fixed time, a clock that stands still, a listener of deltas, a
+progress callback."""
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+
+from ragspec.core import Delta
 
 
 def until(condition: Callable[[], Any], what: str = "what was waited for", timeout_s: float = 600.0) -> Any:
@@ -25,6 +29,32 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+class Heard:
+    """A listener that keeps everything, and can be waited for; `act` runs on each delta, in the thread that brings it."""
+
+    def __init__(self, num_choices: int = 1, act: Callable[[Delta], None] = lambda delta: None) -> None:
+        self.deltas: list[Delta] = []
+        self._num_open = num_choices
+        self._act = act
+        self.began, self.ended = threading.Event(), threading.Event()
+
+    def __call__(self, delta: Delta) -> None:
+        self.deltas.append(delta)
+        self.began.set()
+        self._num_open -= delta.finish_reason is not None
+        if not self._num_open:
+            self.ended.set()
+        self._act(delta)
+
+    def wait(self, timeout_s: float = 30.0) -> list[Delta]:
+        assert self.ended.wait(timeout_s), "no end came"
+        return self.deltas
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(delta.token_ids) for delta in self.deltas)
 
 
 def no_tick(stage: str, done: int, total: int) -> None:

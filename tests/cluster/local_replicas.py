@@ -232,25 +232,3 @@ def standing(*engines: Engine, after: int = 3, for_s: float = 60.0) -> Iterator[
         go.set()
         for engine in engines:
             del engine.target.forward_tapped
-
-
-class Heard:
-    """A listener that keeps everything, and can be waited for."""
-
-    def __init__(self, num_choices: int = 1, act: Callable[[Delta], None] = lambda delta: None) -> None:
-        self.deltas: list[Delta] = []
-        self._num_open = num_choices
-        self._act = act
-        self.began, self.ended = threading.Event(), threading.Event()
-
-    def __call__(self, delta: Delta) -> None:
-        self.deltas.append(delta)
-        self.began.set()
-        self._num_open -= delta.finish_reason is not None
-        if not self._num_open:
-            self.ended.set()
-        self._act(delta)
-
-    def wait(self, timeout_s: float = 30.0) -> list[Delta]:
-        assert self.ended.wait(timeout_s), "no end came"
-        return self.deltas

@@ -10,9 +10,8 @@ from typing import Any, cast
 
 import pytest
 import ray
-from local_replicas import Heard
 from ray.util.placement_group import placement_group_table
-from stand_ins import until
+from stand_ins import Heard, until
 from tiny_target import SENTENCES, save_model
 
 import ragspec

@@ -9,18 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from local_replicas import (
-    SETTINGS,
-    Heard,
-    LocalReplicaClient,
-    LocalReplicas,
-    Losing,
-    Targets,
-    connect,
-    replicas,
-    standing,
-)
-from stand_ins import until
+from local_replicas import SETTINGS, LocalReplicaClient, LocalReplicas, Losing, Targets, connect, replicas, standing
+from stand_ins import Heard, until
 
 from ragspec.cluster.actors import Replica
 from ragspec.cluster.routing.policy import RoutingConfig

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from local_replicas import SETTINGS, Heard, LocalReplicaClient, LocalReplicas, Targets, replicas
-from stand_ins import until
+from local_replicas import SETTINGS, LocalReplicaClient, LocalReplicas, Targets, replicas
+from stand_ins import Heard, until
 
 from ragspec.cluster.actors import Replica
 from ragspec.cluster.engine_host import Polled

@@ -212,5 +212,5 @@ def test_a_head_is_named_and_read_or_refused(model: Path, tmp_path: Path) -> Non
         open_engine(model, "")
     with pytest.raises(ModelError, match="nowhere"):
         open_engine(model, tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="glide"):
+    with pytest.raises(ConfigError, match="unknown drafter 'glide'"):
         open_engine(model, "", ("glide",))

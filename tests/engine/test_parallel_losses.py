@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rank_process import Followers
+from stand_ins import Heard
 from tiny_target import save_model, target_config, tiny_engine
 
 from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
-from ragspec.core import Delta, FinishReason, Request, SamplingParams
+from ragspec.core import FinishReason, Request, SamplingParams
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.engine.parallel import load_rank
@@ -81,23 +81,14 @@ def test_an_idle_engine_notices_a_lost_rank(followers: Followers, engine: Engine
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_rank_lost_in_a_step_ends_every_request(followers: Followers, engine: Engine, how: int) -> None:
     """Only what ran in the failed step was told, a queued request waited for ever; half an answer was given as a whole one."""
-    ended: dict[str, Delta] = {}
-    running, everyone = threading.Event(), threading.Event()
     requests = [Request(f"r{i}", (5 + i, 6), LONG) for i in range(80)]
-
-    def hear(delta: Delta) -> None:
-        running.set()
-        if delta.finish_reason is not None:
-            ended[delta.request_id] = delta
-            if len(ended) == len(requests):
-                everyone.set()
-
-    engine.submit_all(requests, hear)
-    assert running.wait(60)
+    heard = Heard(len(requests))
+    engine.submit_all(requests, heard)
+    assert heard.began.wait(60)
     lose(followers, how)
     try:
-        assert everyone.wait(NOTICED_S)
-        assert {(delta.finish_reason, delta.error) for delta in ended.values()} == {(FinishReason.ERROR, engine.lost)}
+        ends = {(delta.finish_reason, delta.error) for delta in heard.wait(NOTICED_S) if delta.finish_reason}
+        assert ends == {(FinishReason.ERROR, engine.lost)}
         assert_dead(engine)
     finally:
         followers.replace(1)

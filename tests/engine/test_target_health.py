@@ -10,12 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from stand_ins import Heard
 from tiny_target import Tiny, tiny_engine
 
-from ragspec.core import Delta, FinishReason, Request, SamplingParams
+from ragspec.core import FinishReason, Request, SamplingParams
 from ragspec.drafting.planner import Planner
 from ragspec.engine import sequence
-from ragspec.engine.client import CommandQueue
+from ragspec.engine.client import CommandQueue, completion_of
 from ragspec.engine.scheduler import Scheduler
 from ragspec.errors import EngineClosed, EngineError, RankLost
 from ragspec.numerics import health
@@ -69,14 +70,7 @@ def test_a_step_that_fails_alone_ends_only_its_requests(tiny: Tiny, monkeypatch:
 
 def test_requests_end_when_scheduling_fails_while_others_wait(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only those of the step before ended; the others waited for ever while every step failed."""
-    deltas, ended = dict[str, Delta](), threading.Event()
-
-    def listen(delta: Delta) -> None:
-        if delta.finish_reason:
-            deltas[delta.request_id] = delta
-        if len(deltas) == 2:
-            ended.set()
-
+    heard = Heard(2)
     with tiny_engine(tiny(), max_num_seqs=1) as engine:
         schedule, num_steps = Scheduler.schedule, 0
 
@@ -86,31 +80,24 @@ def test_requests_end_when_scheduling_fails_while_others_wait(tiny: Tiny, monkey
             return schedule(scheduler) if num_steps < 3 else broken()
 
         monkeypatch.setattr(Scheduler, "schedule", failing)
-        engine.submit_all([ask("a"), ask("b")], listen)
-        assert ended.wait(30.0) and num_steps < 6
-    assert all(delta.finish_reason is FinishReason.ERROR for delta in deltas.values())
+        engine.submit_all([ask("a"), ask("b")], heard)
+        ends = [delta.finish_reason for delta in heard.wait() if delta.finish_reason]
+        assert ends == [FinishReason.ERROR] * 2 and num_steps < 6
 
 
 def test_an_answer_that_is_complete_stays_so_when_another_of_its_step_fails(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its last tokens were decided, and it ended with the other's error; or the other ended as if it had all of its own."""
-    deltas, ended = dict[str, list[Delta]]({"a": [], "b": []}), threading.Event()
-
-    def listen(delta: Delta) -> None:
-        deltas[delta.request_id].append(delta)
-        if all(own and own[-1].finish_reason for own in deltas.values()):
-            ended.set()
-
+    first, second = Heard(), Heard()
     with tiny_engine(tiny()) as engine:
         expected = engine.generate([ask("c")])[0].token_ids
-        monkeypatch.setattr(sequence, "log_probs", lambda *_: [] if len(deltas["b"]) < 3 else broken())
-        with_logprobs = replace(ask("b").params, logprobs=0)
-        engine.submit_all([ask("a"), replace(ask("b"), params=with_logprobs)], listen)
-        assert ended.wait(30.0)
-    assert deltas["a"][-1].finish_reason is FinishReason.LENGTH and not deltas["a"][-1].error
-    assert tuple(token for delta in deltas["a"] for token in delta.token_ids) == tuple(expected)
-    assert deltas["b"][-1].finish_reason is FinishReason.ERROR and "primitive" in deltas["b"][-1].error
+        monkeypatch.setattr(sequence, "log_probs", lambda *_: [] if len(second.deltas) < 3 else broken())
+        with_logprobs = replace(ask("b"), params=replace(ask("b").params, logprobs=0))
+        engine.between_steps(lambda: (engine.submit(ask("a"), first), engine.submit(with_logprobs, second)))
+        assert completion_of(first.wait()).token_ids == expected and not first.deltas[-1].error
+    assert first.deltas[-1].finish_reason is FinishReason.LENGTH
+    assert second.wait()[-1].finish_reason is FinishReason.ERROR and "primitive" in second.deltas[-1].error
 
 
 @pytest.mark.parametrize("size", [(1, 1), (5, 1), (7, 7), (9, 0), (64, 64)])
