@@ -120,8 +120,5 @@ def test_a_pool_of_encoders_encodes_as_one_does(local_ray: None, monkeypatch: py
     with contextlib.closing(EncoderPool(EncoderConfig(), num_workers=2)) as pool:
         one = Encoder.load(EncoderConfig())
         assert np.array_equal(pool.encode(TEXTS), one.encode(TEXTS)) and pool.encode([]).shape == (0, 384)
-        assert (pool.identity, pool.max_tokens, pool.count_tokens(TEXTS)) == (
-            one.identity,
-            256,
-            one.count_tokens(TEXTS),
-        )
+        found = pool.identity, pool.max_tokens, pool.count_tokens(TEXTS)
+        assert found == (one.identity, 256, one.count_tokens(TEXTS))

@@ -3,9 +3,11 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import oracle_cases
 import pytest
-from local_replicas import SETTINGS, Heard, LocalReplicas, Losing, Targets, replicas
+from local_replicas import SETTINGS, LocalReplicas, Losing, Targets, replicas
 from oracle import decode
+from stand_ins import Heard
 
 from ragspec.cluster.routing.router import Router
 from ragspec.core import Completion, CopySource, FinishReason, Request, SamplingParams, Segment, SourceKind
@@ -15,17 +17,7 @@ from ragspec.engine.target import Target
 PARAMS = {
     "greedy, logprobs": SamplingParams(max_tokens=12, seed=1, logprobs=2, ignore_eos=True),
     "top-p": SamplingParams(temperature=1.0, top_p=0.9, seed=5, max_tokens=12),
-    "penalties": SamplingParams(
-        temperature=0.8,
-        repetition_penalty=1.3,
-        presence_penalty=0.4,
-        frequency_penalty=0.7,
-        logit_bias={1: 6.0, 40: 3.0},
-        min_tokens=6,
-        seed=0,
-        max_tokens=12,
-        logprobs=0,
-    ),
+    "penalties": replace(oracle_cases.PARAMS["penalties"], max_tokens=12, logprobs=0),
     "three choices": SamplingParams(temperature=1.0, seed=8, n=3, max_tokens=6, logprobs=1),
     "ends by itself": SamplingParams(temperature=1.0, logit_bias={1: 9.0}, min_tokens=3, seed=2, max_tokens=12),
 }

@@ -56,14 +56,8 @@ def test_the_refusal_shows_every_sum_that_does_not_come_out(
 )
 def test_what_is_accepted_can_be_packed(replicas: int, ranks: Any, rooms: list[tuple[int, int]]) -> None:
     """Sums alone accept shapes that no packing of whole groups fulfils."""
-    topology = Topology(
-        num_replicas=replicas,
-        tensor_parallel_size=ranks,
-        cpus_per_rank=0.5,
-        gpus_per_rank=1.0,
-        num_shards=0,
-        num_encoders=0,
-    )
+    of_ranks = {"tensor_parallel_size": ranks, "cpus_per_rank": 0.5, "gpus_per_rank": 1.0}
+    topology = Topology(num_replicas=replicas, num_shards=0, num_encoders=0, **of_ranks)
     fits = sum(min(int(gpus) // ranks, int(cpus * 2) // ranks) for cpus, gpus in rooms) >= replicas
     try:
         check_fits(topology, nodes(*((float(cpus), float(gpus)) for cpus, gpus in rooms)))
