@@ -17,10 +17,17 @@ from ragspec.config import EngineConfig, TargetConfig
 from ragspec.engine.parallel import load_follower, load_rank
 from ragspec.engine.target import Target
 from ragspec.errors import RagspecError
-from ragspec.numerics.ranks import DistributedRanks, Rendezvous
+from ragspec.numerics.ranks import DistributedRanks, Ranks, Rendezvous
 
 PATIENCE_S = 60.0
 """Of groups that nothing is to happen to: test machines are busy."""
+
+
+class Rank(Ranks):
+    """One of several, for what needs no others."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
 
 
 class Followers:

@@ -39,6 +39,7 @@ from ragspec.drafting.planner import FixedTreePlanner, Planner
 from ragspec.engine.admission import Admission, SamplerFactory
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
+from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 
 CONTEXT = 256
 Tiny = Callable[..., Target]
@@ -170,6 +171,13 @@ def tiny_target(kind: str, dtype: str, folder: Path) -> Target:
     target = _loaded(kind, dtype, _FOLDER[0])
     target.reset_pool(2048)
     return target
+
+
+def written(pool: KvPool, num_tokens: int) -> SequenceSlots:
+    """A sequence whose first positions are kept."""
+    slots = SequenceSlots(pool)
+    slots.keep(*slots.reserve(num_tokens), list(range(num_tokens)))
+    return slots
 
 
 class Free(CostTable):

@@ -5,7 +5,7 @@ import errno
 import itertools
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ import pytest
 import torch
 from conversation_turns import NUM_KV_SLOTS, PLENTY, answered, turns
 from oracle_cases import PARAMS, assert_equal, assert_pool_is_empty, truth
-from tiny_target import Free, Tiny, tiny_engine
+from tiny_target import Free, Tiny, tiny_engine, written
 
 from ragspec.config import EngineConfig, TargetConfig, load_config
 from ragspec.core import Completion
@@ -27,7 +27,7 @@ from ragspec.engine.scheduler import Scheduler
 from ragspec.engine.target import Target
 from ragspec.errors import ConfigError, RankLost, SaveError
 from ragspec.numerics.attention import PAGE, AttentionShape
-from ragspec.numerics.kv_cache import KvPool, SequenceSlots
+from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.ranks import Ranks
 
 SHAPES = [AttentionShape(4, 2, 16, 0.25), AttentionShape(4, 1, 24, 0.25)]
@@ -58,18 +58,19 @@ class Clock:
         monkeypatch.setattr(KvOffload, "_copy", timed)
 
 
+def at_each_step(monkeypatch: pytest.MonkeyPatch, count: Callable[[], int]) -> list[int]:
+    """What `count` gives at the beginning of every later step."""
+    schedule, found = Scheduler.schedule, list[int]()
+    monkeypatch.setattr(Scheduler, "schedule", lambda scheduler: found.append(count()) or schedule(scheduler))
+    return found
+
+
+SLOW = (("float32", "T=1"), ("int8", "greedy"), ("torch-float32", "T=1"), ("torch-bfloat16", "greedy"))
+
+
 @pytest.mark.parametrize(
     ("dtype", "params"),
-    [("float32", "greedy"), ("int8", "T=1")]
-    + [
-        pytest.param(dtype, params, marks=pytest.mark.slow)
-        for dtype, params in (
-            ("float32", "T=1"),
-            ("int8", "greedy"),
-            ("torch-float32", "T=1"),
-            ("torch-bfloat16", "greedy"),
-        )
-    ],
+    [("float32", "greedy"), ("int8", "T=1"), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
 def test_a_conversation_that_returns_is_read_back_and_its_tokens_are_the_same(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, params: str
@@ -81,13 +82,9 @@ def test_a_conversation_that_returns_is_read_back_and_its_tokens_are_the_same(
     folder = "" if dtype.startswith("torch") else str(tmp_path)
     Clock(monkeypatch, read_s=1.0)
     for num_bytes in (0, PLENTY):
-        options = {
-            "kv_offload_bytes": num_bytes,
-            "kv_offload_dir": folder if num_bytes else "",
-            "max_num_batched_tokens": 48,
-        }
-        copy = CopyDrafter(target.tokenizer, target.eos_ids)
-        with tiny_engine(target, [copy], NUM_KV_SLOTS, costs=Free(1.0), **options) as engine:
+        offload = {"kv_offload_bytes": num_bytes, "kv_offload_dir": folder if num_bytes else ""}
+        options = {"costs": Free(1.0), "max_num_batched_tokens": 48, **offload}
+        with tiny_engine(target, [CopyDrafter(target.tokenizer, target.eos_ids)], NUM_KV_SLOTS, **options) as engine:
             found[num_bytes] = answered(engine, requests)
             assert_equal(list(itertools.chain(*found[num_bytes])), expected)
             load = engine.load()
@@ -122,13 +119,7 @@ def test_a_step_reads_no_more_than_it_would_compute(tiny: Tiny, monkeypatch: pyt
         target, (), NUM_KV_SLOTS, costs=Free(1.0), max_num_batched_tokens=20, kv_offload_bytes=PLENTY
     ) as engine:
         answered(engine, [first])
-        schedule, steps = Scheduler.schedule, list[int]()
-
-        def counted(scheduler: Scheduler) -> Any:
-            steps.append(len(clock.read))
-            return schedule(scheduler)
-
-        monkeypatch.setattr(Scheduler, "schedule", counted)
+        steps = at_each_step(monkeypatch, lambda: len(clock.read))
         answered(engine, [second[:1]])
     assert max(clock.read) <= 20 and len(clock.read) > 3
     assert all(after - before <= 1 for before, after in itertools.pairwise(steps))
@@ -159,15 +150,9 @@ def test_a_step_begins_no_write_after_its_time_for_writing(tiny: Tiny, monkeypat
         assert texts.known([num_writes] * 1000) == min(num_writes * 256, 992), "the first blocks are kept"
     target = tiny("llama", "float32")
     with tiny_engine(target, (), NUM_KV_SLOTS, costs=Free(0.5), kv_offload_bytes=PLENTY) as engine:
-        schedule, written = Scheduler.schedule, list[int]()
-
-        def counted(scheduler: Scheduler) -> Any:
-            written.append(clock.num_writes)
-            return schedule(scheduler)
-
-        monkeypatch.setattr(Scheduler, "schedule", counted)
+        writes = at_each_step(monkeypatch, lambda: clock.num_writes)
         answered(engine, turns(target, PARAMS["greedy"]))
-    assert all(after - before <= 1 for before, after in itertools.pairwise(written)) and written[-1] > 1
+    assert all(after - before <= 1 for before, after in itertools.pairwise(writes)) and writes[-1] > 1
 
 
 @pytest.mark.parametrize("num_taps", [0, 1])
@@ -283,8 +268,7 @@ class Texts:
 
     def keep(self, tokens: Sequence[int]) -> np.ndarray:
         """Offload a text; returns its bytes."""
-        slots = SequenceSlots(self.pool)
-        slots.keep(*slots.reserve(len(tokens)), list(range(len(tokens))))
+        slots = written(self.pool, len(tokens))
         self.offload.keep("salt", tokens, slots.slots, 0)
         rows = self.pool.read(slots.slots)
         slots.release()
@@ -295,8 +279,7 @@ class Texts:
 
     def restored(self, tokens: Sequence[int], end: int) -> np.ndarray:
         """The bytes of the positions that came back, read from an odd position on."""
-        slots = SequenceSlots(self.pool)
-        slots.keep(*slots.reserve(5), list(range(5)))
+        slots = written(self.pool, 5)
         self.offload.restore("salt", tokens, slots, end)
         rows = self.pool.read(slots.slots)[5:] if slots.length > 5 else np.empty((0, self.pool.token_bytes), np.uint8)
         slots.release()

@@ -15,8 +15,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rank_process import Rank
 from safetensors.torch import load_file, save_file
-from tiny_target import save_model
+from tiny_target import save_model, written
 
 from ragspec.config import TargetConfig
 from ragspec.engine import rank_messages
@@ -31,13 +32,6 @@ from ragspec.numerics.ranks import Ranks
 from ragspec.numerics.sharding import weight_slice
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-class Rank(Ranks):
-    """One of several, for what needs no others."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
 
 
 @pytest.fixture(scope="module")
@@ -270,8 +264,7 @@ def test_any_step_arrives_whole(seed: int, num_sequences: int, longest: int) -> 
 @pytest.mark.parametrize(("num_tokens", "num_broadcasts"), [(1, 1), (64, 1), (2000, 2)])
 def test_a_decode_step_is_one_broadcast(num_tokens: int, num_broadcasts: int) -> None:
     """Two broadcasts a token, or a long prompt cut off at the end of the first."""
-    slots = SequenceSlots(KvPool([AttentionShape(1, 1, 16, 1.0)], 4096))
-    slots.keep(*slots.reserve(1500), list(range(1500)))
+    slots = written(KvPool([AttentionShape(1, 1, 16, 1.0)], 4096), 1500)
     tokens = np.arange(num_tokens, dtype=np.int32)
     batch = Batch([ScheduledSequence(slots, tokens)])
     assert assert_arrives(ForwardInput(tokens, batch.metadata, tokens[-1:])) == num_broadcasts

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import fresh_forward
-from tiny_target import SENTENCES, Tiny, save_model, target_config, tiny_engine
+from tiny_target import SENTENCES, Tiny, save_model, target_config, tiny_engine, written
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,7 +21,7 @@ from ragspec.engine import target as target_module
 from ragspec.engine.target import Target
 from ragspec.numerics.attention import PAGE, AttentionShape
 from ragspec.numerics.batch import Batch, ScheduledSequence
-from ragspec.numerics.kv_cache import KvPool, SequenceSlots
+from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.layers import DecoderLayer
 from ragspec.numerics.self_test import self_test
 from ragspec.numerics.torch.int8 import TorchInt8Linear
@@ -201,9 +201,8 @@ def test_a_row_is_the_same_as_text_and_as_a_node(
     def computed(*sizes: int, num_nodes: int = 0) -> torch.Tensor:
         """The rows of the text's end: after `context` tokens in chunks of these sizes, or as one chain of nodes with decoys."""
         pool = backend_of(dtype).make_pool([shape], 512)
-        other, slots, rows = SequenceSlots(pool), SequenceSlots(pool), []
-        other.keep(*other.reserve(5), [0, 1, 2, 3, 4])  # so that slots and positions differ
-        slots.keep(*slots.reserve(context), list(range(context)))
+        written(pool, 5)  # so that slots and positions differ
+        slots, rows = written(pool, context), []
         for stored, own in zip((pool.keys, pool.values), text[:context, shape.num_heads :].chunk(2, 1), strict=True):
             stored[0].view(512 + PAGE, shape.num_kv_heads, -1)[slots.slots, :, : shape.head_dim] = own
         if num_nodes:
@@ -260,8 +259,7 @@ def test_contexts_are_added_up_position_by_position(
     )
     pool, parts, exact, scheduled = BACKEND_16.make_pool([shape], 3 * (context + 9 * PAGE)), [], [], []
     for num_rows in sizes:
-        slots, is_tree = SequenceSlots(pool), num_rows == len(parents)
-        slots.keep(*slots.reserve(context), list(range(context)))
+        slots, is_tree = written(pool, context), num_rows == len(parents)
         values = torch.from_numpy(rng.integers(0, 2, (context + num_rows, 2, 16)).astype(np.float32))
         pool.values[0].view(-1, 2, 16)[slots.slots] = values[:context].bfloat16()
         scheduled.append(ScheduledSequence(slots, [0] * num_rows, parents if is_tree else [-1]))
@@ -402,11 +400,7 @@ def test_a_step_reads_weights_and_keys_once_and_adds_no_sum_by_atomics(
         counters.extend(pointers.data.ravel().tolist())
         return add(self, operation, pointers, *others)
 
-    sequences = []
-    for context in contexts:
-        slots = SequenceSlots(target.pool)
-        slots.keep(*slots.reserve(context), list(range(context)))
-        sequences.append(ScheduledSequence(slots, [7]))
+    sequences = [ScheduledSequence(written(target.pool, context), [7]) for context in contexts]
     batch, places["keys and values"] = Batch(sequences), [*target.pool.keys, *target.pool.values]
     monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counted)
     monkeypatch.setattr(InterpreterBuilder, "create_atomic_rmw", noted)
