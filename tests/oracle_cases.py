@@ -1,7 +1,6 @@
 """Requests, their outputs under plain decoding, and the checks that every engine test makes: shared by tests/engine.
 
->>> requests = requests_of(target, PARAMS["greedy"])
->>> expected = truth(target, requests, "greedy")
+>>> requests, expected = asked(target, "greedy")
 >>> assert_equal(generated(target, [drafter], [requests]), expected)
 """
 
@@ -69,6 +68,14 @@ def truth(target: Target, requests: Sequence[Request], params: Any) -> dict[tupl
     }
 
 
+def asked(
+    target: Target, name: str, prompts: Sequence[str] = PROMPTS
+) -> tuple[list[Request], dict[tuple[str, int], Plain]]:
+    """The requests with the parameters of that name, and what plain decoding writes for them."""
+    requests = requests_of(target, PARAMS[name], prompts)
+    return requests, truth(target, requests, name)
+
+
 def drafters(target: Target, expected: dict[tuple[str, int], Plain]) -> dict[str, Drafter]:
     answers = {key: plain.token_ids for key, plain in expected.items()}
     return {
@@ -108,6 +115,13 @@ def generated(
         assert engine.num_drafter_failures == 0
         assert_pool_is_empty(engine)
     return completions
+
+
+def watched_beside_half(target: Target, watched: Drafter, name: str, **options: Any) -> None:
+    """Drafts of `watched` beside some that are accepted half the way, over texts that come twice: no token changes."""
+    requests, expected = asked(target, name)
+    both = [drafters(target, expected)["half"], watched]
+    assert_equal(generated(target, both, (requests, requests[::2], requests), **options), expected)
 
 
 def drafted_as_plainly(engine: Engine, temperature: float = 1.0) -> list[Completion]:

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drafters import Half, noted
+from drafters import noted
 from drafting.block_heads import BLOCK, FORMS, MASK, RANK, TAPS, block_states, network_for, save_block
 from drafting.eagle_reference import head_logits, head_outputs
 from head_parts import differs, features_of, free
-from oracle_cases import PARAMS, assert_equal, generated, names_of, requests_of, total, truth
+from oracle_cases import PARAMS, generated, names_of, requests_of, total, watched_beside_half
 from safetensors.torch import load_file, save_file
 from tiny_target import Tiny, save_model
 from torch import Tensor
@@ -51,8 +51,7 @@ class Watched(BlockDrafter):
 
 
 def drafter_for(target: Target, folder: Path, form: str, tree: str = "dynamic", **options: Any) -> Watched:
-    shape = make_shape("dynamic", 3, 3, BLOCK, num_nodes=9) if tree == "confidence" else make_shape(tree, 3, 2, BLOCK)
-    return Watched(network_for(target, folder, form), shape, free(), **options)
+    return Watched(network_for(target, folder, form), make_shape(tree, 3, 2, BLOCK), free(), **options)
 
 
 def wanted_states(target: Target, folder: Path, form: str, tokens: list[int]) -> Tensor:
@@ -87,12 +86,9 @@ def test_states_logits_and_blocks_are_the_papers(
 ) -> None:
     """A mask inside the block, a position one off, a row that guesses its neighbour's token, keys of a rejected block."""
     target = tiny()
-    requests = requests_of(target, PARAMS["greedy"])
-    expected = truth(target, requests, "greedy")
     watched = drafter_for(target, tmp_path, form, "chain", max_read=256)
     drafts = noted(watched)
-    answers = {key: plain.token_ids for key, plain in expected.items()}
-    assert_equal(generated(target, [Half(answers), watched], (requests, requests[::2], requests), **options), expected)
+    watched_beside_half(target, watched, "greedy", **options)
     seen = {tuple(tokens): states for tokens, states, unread in watched.seen if not unread}
     assert len(seen) > 8
     bias = load_file(tmp_path / "model.safetensors")
@@ -137,32 +133,6 @@ def test_a_head_trains_on_the_states_that_it_drafts_from(tiny: Tiny, tmp_path: P
         with torch.no_grad():
             expected = head.unroll(frozen.embed(ids), features, rows, Objective(4))[:, 0, 0]
         assert torch.allclose(states, expected, rtol=0, atol=2e-5)
-
-
-@pytest.mark.parametrize("form", ["DFlash, z-lab", "DSpark, DeepSpec", "P-EAGLE, SpecForge"])
-@pytest.mark.parametrize(
-    ("params", "tree", "options"),
-    [
-        ("greedy", "dynamic", {}),
-        ("T=1", "confidence", {"max_num_batched_tokens": 16}),
-        ("T=1", "dynamic", {"num_kv_slots": 256}),
-        ("top-p", "dynamic", {}),
-        ("top-p", "chain", {"num_kv_slots": 256}),
-        ("penalties", "static", {}),
-    ],
-)
-def test_outputs_are_plain_decodings(
-    tiny: Tiny, tmp_path: Path, form: str, params: str, tree: str, options: dict[str, Any]
-) -> None:
-    """A draft that changes a token: alone, in a batch, in a pool too small for all, with logits on the device."""
-    target = tiny("llama", "torch-float32" if params == "top-p" else "float32")
-    requests = requests_of(target, PARAMS[params])
-    expected = truth(target, requests, params)
-    drafter = drafter_for(target, tmp_path, form, tree)
-    batches = [requests[:1], requests[:6], requests]
-    completions = generated(target, [drafter], batches, fixed_nodes=6, **options)
-    assert_equal(completions, expected)
-    assert total(completions, "num_drafted") > 0
 
 
 @pytest.mark.parametrize("form", ["DFlash, z-lab", "DSpark, DeepSpec", "P-EAGLE, SpecForge"])

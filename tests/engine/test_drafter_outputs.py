@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 from datastore_parts import Numbers, write
+from drafting.block_heads import BLOCK, network_for
 from drafting.medusa_heads import position_drafter
 from head_parts import drafter_for, free
 from oracle_cases import (
     PARAMS,
     PROMPTS,
+    asked,
     assert_equal,
     assert_pool_is_empty,
     drafts_of,
@@ -31,6 +33,7 @@ import ragspec.drafting
 from ragspec.config import DraftingConfig, SelfDraftConfig
 from ragspec.core import Document, SamplingParams
 from ragspec.drafting import self_draft
+from ragspec.drafting.block.drafter import BlockDrafter
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.drafting.datastore import Datastore, DatastoreDrafter
 from ragspec.drafting.draft_model import ModelDrafter
@@ -66,6 +69,11 @@ def self_drafter(target: Target, *keep: int, tree: tuple[str, int, int, int] = (
     return SelfDrafter(target, keep, make_shape(*tree), free())
 
 
+def block(form: str, tree: str, num_nodes: int | None = None) -> Callable[[Target, Texts, Path], Drafter]:
+    shape = make_shape(tree, 3, 3, BLOCK, num_nodes=num_nodes)
+    return lambda target, _, folder: BlockDrafter(network_for(target, folder, form), shape, free())
+
+
 def readme_drafter(*_: Any) -> Any:
     """The example of `ragspec/drafting/README.md`."""
     (block,) = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
@@ -91,10 +99,14 @@ DRAFTERS: dict[str, tuple[Callable[[Target, Texts, Path], Drafter], dict[str, in
     "hydra": (lambda target, _, folder: position_drafter(target, folder, "hydra", "static"), {}),
     "ungrounded hydra": (lambda target, _, folder: position_drafter(target, folder, "ungrounded hydra"), {}),
     "hydra++": (lambda target, _, folder: position_drafter(target, folder, "hydra++"), {}),
+    "dflash": (block("DFlash, z-lab", "dynamic"), {"fixed_nodes": 6, "num_kv_slots": 256}),
+    "dspark": (block("DSpark, DeepSpec", "dynamic", 9), {"fixed_nodes": 6, "max_num_batched_tokens": 16}),
+    "p-eagle": (block("P-EAGLE, SpecForge", "static"), {"fixed_nodes": 6}),
+    "p-eagle, chain": (block("P-EAGLE, speculators", "chain"), {"fixed_nodes": 6, "num_kv_slots": 256}),
 }
 """How a drafter is made of a target and the texts that it will write, and the engine's options."""
 QUICK = {(kind, list(PARAMS)[(i + n) % len(PARAMS)], "float32") for i, kind in enumerate(DRAFTERS) for n in (0, 3)}
-QUICK |= {(kind, "T=1", "torch-float32") for kind in ("eagle3", "hydra", "lookahead")}
+QUICK |= {(kind, "T=1", "torch-float32") for kind in ("eagle3", "hydra", "lookahead", "dspark", "p-eagle")}
 CASES = [
     pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
     for case in itertools.product(DRAFTERS, PARAMS, ("float32", "torch-float32"))
@@ -105,8 +117,7 @@ CASES = [
 def test_no_output_changes(tiny: Tiny, tmp_path: Path, kind: str, name: str, dtype: str) -> None:
     """A draft changed a token, overwrote keys of the text, or took slots for good; or nothing was drafted at all."""
     target, (make, options) = tiny("llama", dtype), DRAFTERS[kind]
-    requests = requests_of(target, PARAMS[name], [REPEATED] * 3 if kind == "readme" else PROMPTS)
-    expected = truth(target, requests, name)
+    requests, expected = asked(target, name, [REPEATED] * 3 if kind == "readme" else PROMPTS)
     texts = [[*request.prompt_ids, *expected[request.id, 0].token_ids] for request in requests]
     drafter = make(target, texts, tmp_path)
     completions = generated(target, [drafter], [requests, [replace(requests[2], id="r2")]], **options)

@@ -7,9 +7,20 @@ import numpy as np
 import pytest
 import torch
 from drafters import Half, noted
+from drafting.eagle_heads import LLAMA3
 from drafting.eagle_reference import draft_outputs, head_logits, head_outputs
 from head_parts import Near, NotesReads, differs, drafter_for, features_of, free, head_for, naive_outputs, near
-from oracle_cases import PARAMS, PROMPTS, assert_equal, assert_pool_is_empty, generated, requests_of, total, truth
+from oracle_cases import (
+    PARAMS,
+    PROMPTS,
+    asked,
+    assert_equal,
+    assert_pool_is_empty,
+    generated,
+    requests_of,
+    total,
+    truth,
+)
 from tiny_target import Tiny, tiny_engine
 
 from ragspec.core import Request, SamplingParams
@@ -26,12 +37,11 @@ from ragspec.speculation import ON, AcceptanceRule, Speculation
 class Watched(NotesReads, EagleDrafter): ...
 
 
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 DIALECTS: dict[str, dict[str, Any]] = {
     "EAGLE-1": {"family": "eagle"},
     "EAGLE-3": {"family": "eagle3"},
     "sliding window": {"family": "eagle3", "window": 3},
-    "llama3": {"family": "eagle", "rope": {"rope_type": "llama3", **LLAMA3}},
+    "llama3": {"family": "eagle", "rope": LLAMA3 | {"original_max_position_embeddings": 64}},
     "linear": {"family": "eagle3", "rope": {"rope_type": "linear", "factor": 4.0}},
     "yarn": {"family": "eagle3", "rope": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
     "EAGLE-Qwen2": {"family": "eagle", "fc_bias": True, "qkv_bias": True},
@@ -118,9 +128,7 @@ def test_states_are_right_after_copies_prefixes_chunks_and_preemption(
 def test_with_the_targets_logits_and_noise_the_first_child_is_the_token(tiny: Tiny, name: str) -> None:
     """The noise of another position, choice or seed, another temperature or other survivors than the target's."""
     target = tiny()
-    params = PARAMS[name]
-    requests = requests_of(target, params, PROMPTS[:4])
-    expected = truth(target, requests, name)
+    requests, expected = asked(target, name, PROMPTS[:4])
     completions = generated(target, [Near(target, ("chain", 1, 1, 3))], [requests])
     assert_equal(completions, expected)
     assert total(completions, "num_accepted") >= 0.98 * total(completions, "num_drafted") > 20
@@ -281,15 +289,8 @@ def test_a_draft_takes_nothing_from_the_pool_that_sequences_live_on(tiny: Tiny) 
     network = EagleNetwork(head_for(target, "eagle3"), target, 300)
     for enable_prefix_caching in (True, False):
         drafter = EagleDrafter(network, make_shape("dynamic", 4, 4, 6), free())
-        completions = generated(
-            target,
-            [drafter],
-            [requests],
-            num_kv_slots=400,
-            max_nodes=48,
-            max_num_batched_tokens=128,
-            enable_prefix_caching=enable_prefix_caching,
-        )
+        options = {"num_kv_slots": 400, "max_nodes": 48, "max_num_batched_tokens": 128}
+        completions = generated(target, [drafter], [requests], enable_prefix_caching=enable_prefix_caching, **options)
         assert [completion.token_ids for completion in completions] == expected
         assert total(completions, "num_drafted") > 0
         assert not drafter._memories

@@ -6,11 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drafters import Half
 from drafting.medusa_heads import PREFIX, hydra_logits, hydra_plus_tensors, position_drafter, prefix_model, save_hydra
 from head_parts import NotesReads, differs
 from oracle import fresh_forward
-from oracle_cases import PARAMS, assert_equal, generated, requests_of, truth
+from oracle_cases import watched_beside_half
 from tiny_target import Tiny
 
 from ragspec.drafting.growing.draft import DraftBatch, ScheduledDraft
@@ -58,13 +57,10 @@ def test_states_are_right_after_prefixes_chunks_and_preemption(
 ) -> None:
     """Keys of a rejected node's slot stayed, or a chunk's states were lost."""
     target = tiny()
-    requests = requests_of(target, PARAMS["T=1"])
-    expected = truth(target, requests, "T=1")
     made = position_drafter(target, tmp_path, "hydra++")
     assert isinstance(made, PrefixHydraDrafter)
     watched = Watched(made.network, made._settings.shape, made._costs, max_read=256)
-    answers = {key: plain.token_ids for key, plain in expected.items()}
-    assert_equal(generated(target, [Half(answers), watched], (requests, requests[::2], requests), **options), expected)
+    watched_beside_half(target, watched, "T=1", **options)
     seen = [(tokens, state) for tokens, state, unread in watched.seen if not unread]
     assert len(seen) > 8
     for tokens, state in seen[:: 1 + len(seen) // 12]:

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from drafters import Half
 from drafting.medusa_heads import (
     Tensors,
     hydra_plus_tensors,
@@ -22,6 +21,7 @@ from oracle import fresh_forward
 from oracle_cases import (
     PARAMS,
     PROMPTS,
+    asked,
     assert_equal,
     drafted_as_plainly,
     generated,
@@ -29,6 +29,7 @@ from oracle_cases import (
     requests_of,
     total,
     truth,
+    watched_beside_half,
 )
 from safetensors.torch import load_file, save_file
 from tiny_target import Tiny, save_model
@@ -109,12 +110,9 @@ def test_states_are_right_after_copies_prefixes_chunks_and_preemption(
 ) -> None:
     """The state of a rejected node, of a chunk's end or of the sequence before its preemption was drafted from."""
     target = tiny()
-    requests = requests_of(target, PARAMS["T=1"])
-    expected = truth(target, requests, "T=1")
     made = position_drafter(target, tmp_path)
     watched = Watched(made.network, made._settings.shape, made._costs)
-    answers = {key: plain.token_ids for key, plain in expected.items()}
-    assert_equal(generated(target, [Half(answers), watched], (requests, requests[::2], requests), **options), expected)
+    watched_beside_half(target, watched, "T=1", **options)
     assert not watched._states and len(watched.seen) > 12
     for tokens, state in watched.seen[:: 1 + len(watched.seen) // 30]:
         assert torch.allclose(state, fresh_forward(target, tokens, (FINAL,))[1][FINAL][-2:-1], atol=1e-4)
@@ -127,8 +125,7 @@ def test_heads_with_the_targets_logits_and_noise_draft_the_token_first(
 ) -> None:
     """Head i read for level i, the state or the tokens one too early, the noise of another position: nearly nothing fitted."""
     target = tiny("llama", dtype)
-    requests = requests_of(target, PARAMS[name], [PROMPTS[0], PROMPTS[2], PROMPTS[5]])
-    expected = truth(target, requests, name)
+    requests, expected = asked(target, name, [PROMPTS[0], PROMPTS[2], PROMPTS[5]])
     texts = [(len(r.prompt_ids), [*r.prompt_ids, *expected[r.id, 0].token_ids]) for r in requests]
     tensors = fitted_tensors(target, family, texts, num_heads=3)
     completions = generated(target, [position_drafter(target, tmp_path, family, "chain", tensors)], [requests])

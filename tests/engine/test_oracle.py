@@ -1,12 +1,14 @@
 """The engine equals plain decoding token for token: whatever is drafted, whoever else is in the batch, however it is cut up."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from drafters import Half, Raising
 from oracle_cases import (
     PARAMS,
     PROMPTS,
+    asked,
     assert_equal,
     assert_pool_is_empty,
     drafters,
@@ -36,8 +38,7 @@ PAIRS = [
 def test_every_drafter_alone_and_in_a_ragged_batch(tiny: Tiny, name: str, kind: str, dtype: str) -> None:
     """A draft, or the company in a batch, changed the output."""
     target = tiny("llama", dtype)
-    requests = requests_of(target, PARAMS[name])
-    expected = truth(target, requests, name)
+    requests, expected = asked(target, name)
     drafter = None if kind == "off" else drafters(target, expected)[kind]
     with tiny_engine(target, [drafter] if drafter else []) as engine:
         together = engine.generate(requests)
@@ -67,10 +68,9 @@ def test_every_drafter_alone_and_in_a_ragged_batch(tiny: Tiny, name: str, kind: 
 def test_other_architectures(tiny: Tiny, kind: str, name: str, which: str, dtype: str) -> None:
     """A sliding window counted in slots, a bias or a query norm lost, trees at other positions than chains."""
     target = tiny(kind, dtype)
-    requests = requests_of(target, PARAMS[name], PROMPTS[:6])
-    expected = truth(target, requests, name)
-    with tiny_engine(target, [drafters(target, expected)[which]], max_num_batched_tokens=40) as engine:
-        assert_equal(engine.generate(requests), expected)
+    requests, expected = asked(target, name, PROMPTS[:6])
+    drafter = drafters(target, expected)[which]
+    assert_equal(generated(target, [drafter], [requests], max_num_batched_tokens=40), expected)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,7 @@ def test_chunked_prefill(
 ) -> None:
     """A prompt cut into chunks, or found in the cache, gave other bits; a chunk's last row was taken for a decision."""
     target = tiny("llama", dtype)
-    requests = requests_of(target, PARAMS[name])
-    expected = truth(target, requests, name)
+    requests, expected = asked(target, name)
     drafter = drafters(target, expected)[which]
     with tiny_engine(
         target, [drafter], max_num_batched_tokens=max_num_batched_tokens, enable_prefix_caching=enable_prefix_caching
@@ -108,13 +107,9 @@ def test_choices_have_their_own_keys_and_share_the_prompt(tiny: Tiny, dtype: str
     params = SamplingParams(temperature=1.0, n=3, seed=8, max_tokens=12)
     requests = requests_of(target, params, PROMPTS[:4])
     expected = truth(target, requests, params_key(params))
-    answers = {key: plain.token_ids for key, plain in expected.items()}
-    with tiny_engine(
-        target, [Half(answers)], enable_prefix_caching=enable_prefix_caching, max_num_batched_tokens=30
-    ) as engine:
-        completions = engine.generate(requests)
-        assert_equal(completions, expected)
-        assert_pool_is_empty(engine)
+    options = {"enable_prefix_caching": enable_prefix_caching, "max_num_batched_tokens": 30}
+    completions = generated(target, [drafters(target, expected)["half"]], [requests], **options)
+    assert_equal(completions, expected)
     assert [(c.request_id, c.choice) for c in completions] == list(expected)
     assert len({c.token_ids for c in completions if c.request_id == "r0"}) == 3
     if enable_prefix_caching:
@@ -150,12 +145,10 @@ def test_a_small_pool_changes_nothing(
 ) -> None:
     """A preempted sequence was resumed with another key, lost tokens, or its pages were never given back."""
     target = tiny("llama", dtype)
-    requests = requests_of(target, PARAMS[name])
-    expected = truth(target, requests, name)
+    requests, expected = asked(target, name)
     drafter = drafters(target, expected)[which]
-    with tiny_engine(target, [drafter], num_kv_slots, enable_prefix_caching=enable_prefix_caching) as engine:
-        assert_equal(engine.generate(requests), expected)
-        assert_pool_is_empty(engine)
+    options = {"num_kv_slots": num_kv_slots, "enable_prefix_caching": enable_prefix_caching}
+    assert_equal(generated(target, [drafter], [requests], **options), expected)
 
 
 @pytest.mark.parametrize(
@@ -164,8 +157,7 @@ def test_a_small_pool_changes_nothing(
 def test_a_broken_drafter_costs_nothing_but_its_draft(tiny: Tiny, where: str) -> None:
     """An exception in a drafter ended every running request; a token that the model does not have failed the step."""
     target = tiny()
-    requests = requests_of(target, PARAMS["T=1"], PROMPTS[:3])
-    expected = truth(target, requests, "T=1")
+    requests, expected = asked(target, "T=1", PROMPTS[:3])
     answers = {key: plain.token_ids for key, plain in expected.items()}
     with tiny_engine(target, [Raising(where, answers), Half(answers)]) as engine:
         completions = engine.generate(requests)
@@ -179,11 +171,8 @@ def test_a_broken_drafter_costs_nothing_but_its_draft(tiny: Tiny, where: str) ->
 def test_requests_without_speculation_draft_nothing(tiny: Tiny) -> None:
     """`speculation=False` drafted all the same, or stopped its neighbours from drafting."""
     target = tiny()
-    expected = truth(target, requests_of(target, PARAMS["T=1"]), "T=1")
-    requests = [
-        Request(r.id, r.prompt_ids, r.params, r.sources, speculation=i % 2 == 0)
-        for i, r in enumerate(requests_of(target, PARAMS["T=1"]))
-    ]
-    completions = generated(target, [drafters(target, expected)["perfect"]], [requests])
+    requests, expected = asked(target, "T=1")
+    halved = [replace(request, speculation=i % 2 == 0) for i, request in enumerate(requests)]
+    completions = generated(target, [drafters(target, expected)["perfect"]], [halved])
     assert_equal(completions, expected)
     assert total(completions[1::2], "num_drafted") == 0 < total(completions[::2], "num_accepted")

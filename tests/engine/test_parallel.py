@@ -17,7 +17,15 @@ from conversation_turns import NUM_KV_SLOTS, PLENTY, answered, turns
 from drafting.block_heads import FORMS, network_for
 from drafting.medusa_heads import position_drafter
 from head_parts import drafter_for, free
-from oracle_cases import PARAMS, assert_equal, assert_pool_is_empty, drafters, generated, requests_of, total, truth
+from oracle_cases import (
+    PARAMS,
+    asked,
+    assert_equal,
+    drafters,
+    generated,
+    total,
+    truth,
+)
 from rank_process import PATIENCE_S, Followers
 from tiny_target import save_model, target_config, tiny_engine
 
@@ -188,21 +196,18 @@ def test_all_ranks_replay_the_same_graphs(models: Models, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "size"), [("float32", 2), ("bfloat16", 4), ("int8", 2)])
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 2), ("bfloat16", 4), ("int8", 2), ("int8", 4)])
 def test_every_setting_of_the_oracle(followers: Followers, models: Models, dtype: Any, size: int) -> None:
     """A draft, the company in a batch or a preemption changed the output, because followers kept other slots than rank 0."""
     config = target_config(models("llama"), dtype)
     one = Target.load(config, ENGINE.max_kv_tokens)
     with followers.target(size, config, ENGINE) as target:
-        for name, params in PARAMS.items():
-            requests = requests_of(one, params)
-            expected = truth(one, requests, name)
+        for name in PARAMS:
+            requests, expected = asked(one, name)
             for which in ("half", "copy", "random"):
-                with tiny_engine(
-                    target, [drafters(one, expected)[which]], num_kv_slots=256, max_num_batched_tokens=23
-                ) as engine:
-                    assert_equal(engine.generate(requests), expected)
-                    assert_pool_is_empty(engine)
+                drafter = drafters(one, expected)[which]
+                found = generated(target, [drafter], [requests], num_kv_slots=256, max_num_batched_tokens=23)
+                assert_equal(found, expected)
 
 
 @pytest.mark.slow
@@ -213,8 +218,7 @@ def test_a_head_on_rank_0_drafts_what_it_drafts_beside_one_rank(
     """A head read rank 0's part of the embedding or of the output layer; its draft had the followers compute."""
     config = TargetConfig(model=models("tied"))
     one = Target.load(config, ENGINE.max_kv_tokens)
-    requests = requests_of(one, PARAMS["T=1"])
-    expected = truth(one, requests, "T=1")
+    requests, expected = asked(one, "T=1")
 
     def drafter(target: Target) -> Drafter:
         if family in FORMS:
@@ -239,8 +243,7 @@ def test_a_draft_model_runs_on_rank_0_alone(followers: Followers, models: Models
     """The followers were told of the draft model's forwards and computed them with the target's weights."""
     config, settings = TargetConfig(model=models("tied")), DraftModelConfig(path=models("llama"))
     one = Target.load(config, ENGINE.max_kv_tokens)
-    requests = requests_of(one, PARAMS["T=1"])
-    expected = truth(one, requests, "T=1")
+    requests, expected = asked(one, "T=1")
     with followers.target(2, config, ENGINE) as target:
         drafter = make_draft_model(target, settings, DraftTreeConfig())
         completions = generated(target, [drafter], [requests], fixed_nodes=8)

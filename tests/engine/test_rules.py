@@ -2,16 +2,17 @@
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from head_parts import drafter_for, near
 from oracle import next_logits
-from oracle_cases import PARAMS, PROMPTS, assert_pool_is_empty, generated, requests_of, total
+from oracle_cases import PARAMS, PROMPTS, generated, requests_of, total
 from scipy.stats import chi2
 from tiny_target import Tiny, tiny_engine
 
-from ragspec.core import Completion, CopySource, Request, SamplingParams, SourceKind
+from ragspec.core import CopySource, Request, SamplingParams, SourceKind
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.engine.target import Target
 from ragspec.errors import InputError
@@ -49,17 +50,11 @@ def test_the_law_of_three_tokens_is_the_targets(tiny: Tiny, rule: AcceptanceRule
     params = SamplingParams(temperature=0.8, top_k=3, max_tokens=3, ignore_eos=True, n=50)
     speculation = Speculation(rule=rule)
     sources = (CopySource(SourceKind.PREDICTION, target.tokenizer.decode([60, 61, 62])),)
-    seen: Counter[tuple[int, ...]] = Counter()
-    completions: list[Completion] = []
     drafters = [CopyDrafter(target.tokenizer), near(target)]
-    with tiny_engine(
-        target, drafters, fixed_nodes=5, max_num_batched_tokens=512
-    ) as engine:  # room for 50 drafts at once
-        for seed in range(8):
-            own = SamplingParams(**{f: getattr(params, f) for f in params.__dataclass_fields__} | {"seed": seed})
-            completions += engine.generate([Request(f"{seed}", PROMPT, own, sources, speculation=speculation)])
-        assert engine.num_drafter_failures == 0
-    seen.update(completion.token_ids for completion in completions)
+    asked = Request("0", PROMPT, params, sources, speculation=speculation)
+    batches = [[replace(asked, params=replace(params, seed=seed))] for seed in range(8)]
+    completions = generated(target, drafters, batches, fixed_nodes=5, max_num_batched_tokens=512)  # room for 50 drafts
+    seen = Counter(completion.token_ids for completion in completions)
     by_name = Counter[str]()
     for completion in completions:
         by_name.update({name: reached for name, ((reached, _), *_) in completion.stats.positions.items()})
@@ -81,21 +76,14 @@ def test_every_rule_beside_keyed_requests(tiny: Tiny, rule: AcceptanceRule, name
     """A rule refused the tree that the planner made it, changed its neighbours' output, or another run gave another text."""
     target = tiny()
     plain = requests_of(target, PARAMS[name], PROMPTS[:4])
-    by_rule = [
-        Request(r.id, r.prompt_ids, r.params, r.sources, speculation={"rule": str(rule), "lossy": rule in LOSSY_RULES})
-        if i % 2
-        else r
-        for i, r in enumerate(plain)
-    ]
+    other = {"rule": str(rule), "lossy": rule in LOSSY_RULES}
+    by_rule = [replace(request, speculation=other) if i % 2 else request for i, request in enumerate(plain)]
     drafters = [CopyDrafter(target.tokenizer, target.eos_ids), drafter_for(target, "eagle3")]
     alone = generated(target, drafters, [plain])
     runs = []
     for _ in range(2):
         drafters = [CopyDrafter(target.tokenizer, target.eos_ids), drafter_for(target, "eagle3")]
-        with tiny_engine(target, drafters) as engine:
-            runs.append(engine.generate(by_rule))
-            assert engine.num_drafter_failures == 0
-            assert_pool_is_empty(engine)
+        runs.append(generated(target, drafters, [by_rule]))
     assert [c.token_ids for c in runs[0]] == [c.token_ids for c in runs[1]]
     assert [c.token_ids for c in runs[0]][::2] == [c.token_ids for c in alone][::2]
     if PARAMS[name].greedy and rule not in LOSSY_RULES:
