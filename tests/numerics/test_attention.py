@@ -138,7 +138,7 @@ def test_tiles_cover_every_row_once() -> None:
 def test_logits_are_those_of_transformers(
     kind: str, backend: Literal["cpu", "torch"], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Replaced layers compute something else: a bias, a norm, a window or a rotation lost."""
+    """Replaced layers compute something else: a bias, norm, window, rotation, scale or soft cap lost, rows of another head."""
     folder = save_model(kind, tmp_path_factory.mktemp(kind) / "model")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     target = Target.load(TargetConfig(model=str(folder), backend=backend, quantization="none"), num_kv_slots=512)
@@ -146,7 +146,7 @@ def test_logits_are_those_of_transformers(
     with torch.inference_mode():
         theirs = model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0].numpy()
     ours = fresh_forward(target, tokens)[0]
-    np.testing.assert_allclose(ours, theirs, atol=1e-3 * np.abs(theirs).max())
+    np.testing.assert_allclose(ours, theirs, atol=2e-4)
     assert (ours.argmax(-1) == theirs.argmax(-1)).mean() > 0.99
 
 
