@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from drafters import Random
+from drafting.eagle_heads import LLAMA3
 from oracle import decode, fresh_forward
 from tiny_target import SENTENCES, save_model, target_config, tiny_engine
 from transformers import AutoModelForCausalLM
@@ -24,24 +25,18 @@ from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 
 ROPE: dict[str, dict[str, Any]] = {
-    "default": {"rope_type": "default", "rope_theta": 10_000.0},
-    "linear": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 8.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "rope_theta": 10_000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 512,
-    },
-    "yarn": {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 8.0, "original_max_position_embeddings": 512},
+    "default": {},
+    "linear": {"factor": 8.0},
+    "llama3": {**LLAMA3, "original_max_position_embeddings": 512},
+    "yarn": {"factor": 8.0, "original_max_position_embeddings": 512},
 }
 LENGTHS = [4096, *(pytest.param(1024 * n, marks=pytest.mark.slow) for n in (8, 16, 32))]
 
 
 def long_target(folder: Path, length: int, rope: str, dtype: str = "int8") -> Target:
     """Room for the length, an answer and a tree. The second pool holds as much again, for a second sequence."""
-    model = save_model("llama", folder / rope, max_position_embeddings=length + 256, rope_parameters=ROPE[rope])
+    rotation = {"rope_type": rope, "rope_theta": 10_000.0, **ROPE[rope]}
+    model = save_model("llama", folder / rope, max_position_embeddings=length + 256, rope_parameters=rotation)
     return Target.load(target_config(str(model), dtype), num_kv_slots=2 * length + 1024)
 
 

@@ -15,56 +15,40 @@ BF16, FLOATS, INTS = "*bf16", "*fp32", "*i64"
 SIZES = ("num_outputs", "num_inputs", "part_inputs", "head_dim", "stored_dim")
 """Arguments that are multiples of 16, as the launcher finds out."""
 PRODUCT = {
-    "x": BF16,
-    "weight": BF16,
-    "bias": BF16,
-    "out": BF16,
-    "num_rows": "i32",
-    "num_outputs": "i32",
-    "num_inputs": "i32",
+    **dict.fromkeys(("x", "weight", "bias", "out"), BF16),
+    **dict.fromkeys(("num_rows", "num_outputs", "num_inputs"), "i32"),
 }
 SPLIT = {**PRODUCT, "parts": FLOATS, "arrivals": "*i32", "part_inputs": "i32"}
 INT8 = {**PRODUCT, "x": "*i16", "weight": "*i8", "row_scales": FLOATS, "scales": FLOATS, "bias": FLOATS}
 ATTENTION = {
     **dict.fromkeys(("queries", "keys", "values", "out"), BF16),
     **dict.fromkeys(("tiles", "seen_slots", "context_end", "path_start", "row_length"), INTS),
-    "part_states": FLOATS,
-    "part_sums": FLOATS,
+    **dict.fromkeys(("part_states", "part_sums"), FLOATS),
     "arrivals": "*i32",
-    "scale": "fp32",
-    "softcap": "fp32",
+    **dict.fromkeys(("scale", "softcap"), "fp32"),
     **dict.fromkeys(("window", "num_rows", "num_heads", "num_kv_heads", "head_dim", "stored_dim"), "i32"),
 }
 TILES = [(16, 32, 128, 4, 5), (16, 64, 64, 4, 3), (64, 64, 128, 4, 4), (64, 128, 64, 4, 4), (128, 128, 128, 8, 3)]
-CASES: list[tuple[str, dict[str, str], dict[str, Any], int, int]] = [
-    *(
-        (
-            "product_kernel",
-            SPLIT,
-            {"HAS_BIAS": True, "SPLIT": 2, "IS_EVEN": True, "TILE_ROWS": r, "BLOCK_OUT": o, "BLOCK_IN": i},
-            w,
-            n,
-        )
-        for r, o, i, w, n in TILES
-    ),
-    (
-        "gated_product_kernel",
-        PRODUCT,
-        {"HAS_BIAS": True, "IS_EVEN": False, "TILE_ROWS": 64, "BLOCK_OUT": 64, "BLOCK_IN": 64},
-        4,
-        4,
-    ),
-    ("int8_product_kernel", INT8, {"HAS_BIAS": True, "TILE_ROWS": 128, "BLOCK_OUT": 128, "BLOCK_IN": 128}, 8, 3),
-    *(
-        (
-            "attention_kernel",
-            ATTENTION,
-            {"GROUP": 4, "HAS_SOFTCAP": True, "IS_SPREAD": h == 16, "TILE_PAIRS": h, "BLOCK": 64, "BLOCK_DIM": 128},
-            8 if h == 128 else 4,
-            3,
-        )
-        for h in (16, 64, 128)
-    ),
+Case = tuple[str, dict[str, str], dict[str, Any], int, int]
+
+
+def product(kernel: str, types: dict[str, str], tiles: tuple[int, int, int, int, int], **constants: Any) -> Case:
+    """A case of a product kernel; `tiles` are rows, outputs, inputs, warps and stages."""
+    rows, outputs, inputs, warps, stages = tiles
+    constants |= {"HAS_BIAS": True, "TILE_ROWS": rows, "BLOCK_OUT": outputs, "BLOCK_IN": inputs}
+    return kernel, types, constants, warps, stages
+
+
+def attention(pairs: int) -> Case:
+    constants = {"GROUP": 4, "HAS_SOFTCAP": True, "IS_SPREAD": pairs == 16, "TILE_PAIRS": pairs}
+    return "attention_kernel", ATTENTION, {**constants, "BLOCK": 64, "BLOCK_DIM": 128}, 8 if pairs == 128 else 4, 3
+
+
+CASES = [
+    *(product("product_kernel", SPLIT, tiles, SPLIT=2, IS_EVEN=True) for tiles in TILES),
+    product("gated_product_kernel", PRODUCT, (64, 64, 64, 4, 4), IS_EVEN=False),
+    product("int8_product_kernel", INT8, (128, 128, 128, 8, 3)),
+    *map(attention, (16, 64, 128)),
 ]
 PROGRAM = """
 import json, sys, triton
