@@ -117,18 +117,13 @@ def test_no_load_makes_a_start_measure_again(target: Target) -> None:
 
 def test_another_start_of_an_engine_measures_no_costs(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs were kept for the number of threads in use, which follows other load: the other number was measured anew."""
-    measure, measured = loading.measure_costs, list[int]()
-
-    def counted(*given: Any) -> CostTable:
-        measured.append(1)
-        return measure(*given)
-
-    monkeypatch.setattr(loading, "measure_costs", counted)
+    measure = Mock(side_effect=loading.measure_costs)
+    monkeypatch.setattr(loading, "measure_costs", measure)
     for num_threads in (2, 1, 2):
         monkeypatch.setattr(loading, "choose_num_threads", lambda target, most, chosen=num_threads: chosen)
         with loading.load_engine(target.config, EngineConfig(max_kv_tokens=1024, num_threads=2), DraftingConfig()):
             pass
-    assert len(measured) == 1
+    assert measure.call_count == 1
 
 
 def test_forwards_are_timed_only_when_the_rest_of_a_start_has_ended(

@@ -55,17 +55,9 @@ def drafter_for(
     max_bytes: int = 2**29,
     **fields: Any,
 ) -> OnlineEagleDrafter:
-    checkpoint = head_for(target, "eagle3", **fields)
+    checkpoint, shape = head_for(target, "eagle3", **fields), make_shape("dynamic", 3, 2, 4)
     network, head = EagleNetwork(checkpoint, target, 300), trainable_head(checkpoint, target.backend.device)
-    return kind(
-        network,
-        make_shape("dynamic", 3, 2, 4),
-        free(),
-        head=head,
-        online=online,
-        learning_rate=learning_rate,
-        max_bytes=max_bytes,
-    )
+    return kind(network, shape, free(), head=head, online=online, learning_rate=learning_rate, max_bytes=max_bytes)
 
 
 def repeated(requests: Sequence[Request], count: int, salt: str) -> list[Request]:

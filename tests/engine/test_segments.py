@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from oracle import Plain, decode
 from oracle_cases import PARAMS, PROMPTS
+from stand_ins import Clock
 from tiny_target import SENTENCES, tiny_engine, tiny_target
 
 from ragspec.core import (
@@ -186,14 +187,8 @@ def test_copied_tokens_are_counted_by_where_they_came_from(target: Target) -> No
     assert sum(drafted.values()) <= predicted.stats.num_drafted
 
 
-class Clock:
+class SlowingClock(Clock):
     """`time.perf_counter` of the engine; only what a test says takes time."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
     def slowed(self, call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
         def slow(*args: Any) -> Any:
@@ -208,7 +203,7 @@ def test_what_drafting_adds_before_the_first_token(
     target: Target, monkeypatch: pytest.MonkeyPatch, max_num_batched_tokens: int
 ) -> None:
     """An answer accepted whole in the prompt's step took no time to draft, or plain decoding was charged for drafts."""
-    clock, drafter = Clock(), CopyDrafter(target.tokenizer, target.eos_ids)
+    clock, drafter = SlowingClock(), CopyDrafter(target.tokenizer, target.eos_ids)
     costs = CostTable({64: [1.0, 1.5, 4.0]}, [1, 16, 64])
     monkeypatch.setattr(costs, "refine", lambda *_: None)
     monkeypatch.setattr(drafter, "prepare", clock.slowed(drafter.prepare, 1.0))

@@ -40,23 +40,16 @@ def test_the_row_is_its_definition(seed: int, choice: int, index: int) -> None:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_every_bit_is_fair(part: str) -> None:
-    """A weak mixing step leaves a bit constant or biased along one part of the key."""
+def test_every_bit_is_fair_and_neighbours_are_independent(part: str) -> None:
+    """A weak mixing step leaves a bit constant or biased along one part of the key; keys combined linearly: neighbouring seeds,
+    choices, positions or ids share structure."""
     values = walk(part)
-    ones = np.array([((values >> np.uint64(b)) & np.uint64(1)).sum() for b in range(53)], np.float64)
-    assert np.abs(ones - NUM / 2).max() < 4.5 * math.sqrt(NUM) / 2
+    for bits_of in (values, values[1:] ^ values[:-1]):
+        ones = np.array([((bits_of >> np.uint64(b)) & np.uint64(1)).sum() for b in range(53)], np.float64)
+        assert np.abs(ones - NUM / 2).max() < 4.5 * math.sqrt(NUM) / 2
     assert int(values.max()) < 2**53
     cells = np.bincount((values >> np.uint64(43)).astype(np.int64), minlength=1024)
     assert abs(surprise(cells, np.full(1024, NUM / 1024))) < 6
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_neighbours_are_independent(part: str) -> None:
-    """Keys combined linearly: neighbouring seeds, choices, positions or ids share structure."""
-    values = walk(part)
-    flipped = values[1:] ^ values[:-1]
-    ones = np.array([((flipped >> np.uint64(b)) & np.uint64(1)).sum() for b in range(53)], np.float64)
-    assert np.abs(ones - NUM / 2).max() < 4.5 * math.sqrt(NUM) / 2
     u = values.astype(np.float64) / 2**53
     for lag in (1, 2, 16, 64):
         assert abs(np.corrcoef(u[lag:], u[:-lag])[0, 1]) < 5 / math.sqrt(NUM)
