@@ -41,6 +41,15 @@ class Hub(http.server.ThreadingHTTPServer):
     def address(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
 
+    def listing(self) -> dict[str, object]:
+        def entry(name: str, content: bytes) -> dict[str, object]:
+            blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+            lfs = {"sha256": hashlib.sha256(WEIGHTS).hexdigest(), "size": len(content), "pointerSize": 1}
+            is_large = len(content) >= len(WEIGHTS)
+            return {"rfilename": name, "size": len(content), "blobId": blob} | ({"lfs": lfs} if is_large else {})
+
+        return {"id": "owner/tiny", "sha": COMMIT, "siblings": [entry(*each) for each in self.files.items()]}
+
 
 class HubHandler(http.server.BaseHTTPRequestHandler):
     server: Hub
@@ -53,7 +62,7 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
         if not path.removeprefix("/api/models").startswith("/owner/tiny"):
             return self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
         if path.startswith("/api/models/"):
-            return self.answer(200, json.dumps(self.listing()).encode(), {})
+            return self.answer(200, json.dumps(hub.listing()).encode(), {})
         if hub.is_gated:
             return self.answer(403, b"", {"X-Error-Code": "GatedRepo"})
         name = path.partition(f"/resolve/{COMMIT}/")[2]
@@ -68,15 +77,6 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         is_known = self.path.startswith("/owner/tiny/resolve/main/")
         self.answer(*((200, b"", {"X-Repo-Commit": COMMIT, "ETag": '"1"'}) if is_known else (404, b"", {})))
-
-    def listing(self) -> dict[str, object]:
-        def entry(name: str, content: bytes) -> dict[str, object]:
-            blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-            lfs = {"sha256": hashlib.sha256(WEIGHTS).hexdigest(), "size": len(content), "pointerSize": 1}
-            is_large = len(content) >= len(WEIGHTS)
-            return {"rfilename": name, "size": len(content), "blobId": blob} | ({"lfs": lfs} if is_large else {})
-
-        return {"id": "owner/tiny", "sha": COMMIT, "siblings": [entry(*each) for each in self.server.files.items()]}
 
     def answer(self, status: int, content: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
@@ -140,11 +140,8 @@ def test_a_damaged_file_is_refused_and_removed(
     hub: Hub, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bug guarded: another file than the publisher's becomes a target; or the next try finds it again."""
-    right, listing = hub.files[name], HubHandler.listing
-    monkeypatch.setattr(HubHandler, "listing", lambda self: wanted)
-    hub_handler = HubHandler.__new__(HubHandler)
-    hub_handler.server = hub
-    wanted = listing(hub_handler)
+    right, listing = hub.files[name], hub.listing()
+    monkeypatch.setattr(hub, "listing", lambda: listing)
     hub.files[name] = right[:-1] + b"?"
     with pytest.raises(ModelError, match=f"{name} is damaged"):
         get_model(TINY, tmp_path, shown)
