@@ -139,7 +139,7 @@ def test_thousands_of_random_operations_leak_nothing(seed: int) -> None:
 
 def put(cache: PrefixCache, salt: str, tokens: list[int]) -> np.ndarray:
     """The slots of a text that is cached from now on."""
-    slots = written(cache.pool, len(tokens))
+    slots = written(cache._pool, len(tokens))
     known = slots.slots.copy()
     cache.insert(salt, tokens, known)
     slots.release()
