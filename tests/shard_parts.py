@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import ray
 from letter_encoder import LetterEncoder
@@ -14,8 +15,11 @@ from ray.exceptions import RayError
 from stand_ins import until
 
 from ragspec.cluster.actors import Replica
+from ragspec.config import RetrieverConfig
 from ragspec.core import Document
+from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
+from ragspec.retrieval.retriever import Retriever
 from ragspec.retrieval.search.filters import parse_filter
 from ragspec.retrieval.search.segment_search import SearchScope
 
@@ -37,6 +41,11 @@ def write_index(folder: Path) -> Path:
     return folder
 
 
+def local(index_dir: Path, **settings: Any) -> Retriever:
+    """An index in this process."""
+    return Retriever(LetterEncoder(), Store.open(index_dir), RetrieverConfig(**settings))
+
+
 def delete(index_dir: Path, document_id: str) -> None:
     with IndexWriter(index_dir) as writer:
         assert writer.delete(document_id)
@@ -45,15 +54,13 @@ def delete(index_dir: Path, document_id: str) -> None:
 
 def pid_of(replica: Replica) -> int:
     """Waits for a replica that Ray restarts."""
-    found: list[int] = []
 
-    def ask() -> bool:
+    def ask() -> tuple[int, ...]:
         with contextlib.suppress(RayError):
-            found.extend(ray.get(replica.actor.status.remote(), timeout=BOUND_S).pids)
-        return bool(found)
+            return tuple(ray.get(replica.actor.status.remote(), timeout=BOUND_S).pids)
+        return ()
 
-    until(ask)
-    return found[0]
+    return int(until(ask)[0])
 
 
 def die(replica: Replica, number: int = signal.SIGKILL) -> int:

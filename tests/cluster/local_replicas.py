@@ -178,9 +178,7 @@ class Losing:
             if not self._losses:
                 return True
             self._losses[0] -= len(delta.token_ids)
-            if self._losses[0] >= 0 and delta.finish_reason is None:
-                return True
-            if self._losses[0] >= 0 and not self._silently:
+            if self._losses[0] >= 0 and not (self._silently and delta.finish_reason):
                 return True
             self._losses.pop(0)
             self.num_lost += 1

@@ -16,7 +16,7 @@ import ray
 import shard_parts
 from letter_encoder import LetterEncoder
 from ray import cloudpickle
-from shard_parts import QUERIES, SCOPES, delete, die, pid_of, write_index
+from shard_parts import QUERIES, SCOPES, delete, die, local, pid_of
 from stand_ins import until
 from tiny_reranker import save_model
 
@@ -76,21 +76,12 @@ def shards(local_ray: None, held: Path) -> Iterator[ActorPool]:
         yield pool
 
 
-@pytest.fixture
-def index_dir(tmp_path: Path) -> Path:
-    return write_index(tmp_path / "index")
-
-
 def spread(
     index_dir: Path, replicas: Sequence[Replica], num_replicas: int = 1, **settings: Any
 ) -> contextlib.closing[ClusterRetriever]:
     times = {name: settings.pop(name) for name in ("timeout_s", "late_s", "hang_s") if name in settings}
     config = RetrieverConfig(index_dir=str(index_dir), **settings)
     return contextlib.closing(ClusterRetriever(config, LetterEncoder(), replicas, shard_replicas=num_replicas, **times))
-
-
-def local(index_dir: Path, **settings: Any) -> Retriever:
-    return Retriever(LetterEncoder(), Store.open(index_dir), RetrieverConfig(**settings))
 
 
 def looked_up(index: Retriever, scope: Any) -> tuple[Any, ...]:

@@ -4,10 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from stand_ins import until
 
 from ragspec.cluster.processes import Process, family, kill_all
 
@@ -37,8 +37,7 @@ def test_a_stopped_process_ends_at_once(start: Start) -> None:
     child = start(_SLEEPER)
     process = Process.of(child.pid)
     os.kill(child.pid, signal.SIGSTOP)
-    while process.state() != "T":
-        time.sleep(0.01)
+    until(lambda: process.state() == "T")
     assert kill_all([process]) == []
     assert process.state() == ""
     assert child.wait() == -signal.SIGKILL
@@ -58,10 +57,8 @@ def test_a_process_that_nobody_has_waited_for_has_ended(start: Start) -> None:
     """A zombie counts as alive, and whoever waits for its end waits for ever."""
     child = start("pass")
     process = Process.of(child.pid)
-    deadline = time.monotonic() + 60.0
-    while process.state() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert process.state() == "" and not process.kill()
+    until(lambda: process.state() == "")
+    assert not process.kill()
     assert not family(child.pid)
     child.wait()
     with pytest.raises(ProcessLookupError):
@@ -71,8 +68,7 @@ def test_a_process_that_nobody_has_waited_for_has_ended(start: Start) -> None:
 def test_a_family_is_found_though_its_parent_is_dead(start: Start) -> None:
     """Children of a killed process belong to nobody by their parent's number, and stay."""
     leader = start(_PARENT, session=True)
-    while len(family(leader.pid)) < 2:
-        time.sleep(0.02)
+    until(lambda: len(family(leader.pid)) >= 2)
     (orphan,) = (process for process in family(leader.pid) if process.pid != leader.pid)
     leader.kill()
     leader.wait()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from local_replicas import SETTINGS, LocalReplicaClient, LocalReplicas, Losing, Targets, connect, replicas, standing
@@ -58,16 +59,11 @@ def serving(local: LocalReplicas) -> str:
 
 def test_a_tenant_does_not_wait_for_another_s_queue(targets: Targets) -> None:
     """First come, first served: one tenant's queue in front of the replicas delays everybody by all of it."""
+    heard = Heard(9)
     with replicas(targets(1)) as local, Router(local.all, connect, settings(max_num_seqs=2)) as router:
-        ended: list[str] = []
-
-        def listener(delta: Delta) -> None:
-            if delta.finish_reason is not None:
-                ended.append(delta.request_id)
-
-        router.submit_all([ask(f"a{number}", LONG, 5 + number, salt="ann") for number in range(8)], listener)
-        router.submit(ask("b", salt="bob"), listener)
-        until(lambda: len(ended) == 9)
+        router.submit_all([ask(f"a{number}", LONG, 5 + number, salt="ann") for number in range(8)], heard)
+        router.submit(ask("b", salt="bob"), heard)
+        ended = [delta.request_id for delta in heard.wait(60.0) if delta.finish_reason]
     assert ended.index("b") <= 2
 
 
@@ -90,10 +86,9 @@ def test_a_stream_that_is_left_ends_in_the_replica(local: LocalReplicas) -> None
 
     async def first_token(router: Router) -> Delta:
         stream = router.stream(ask("a", LONG))
-        async for delta in stream:
-            await stream.aclose()  # type: ignore[attr-defined]
-            return delta
-        raise AssertionError
+        delta = await anext(aiter(stream))
+        await stream.aclose()  # type: ignore[attr-defined]
+        return delta
 
     with Router(local.all, connect, SETTINGS) as router, standing(*local.engines.values(), for_s=0.2):
         assert asyncio.run(first_token(router)).request_id == "a"
@@ -127,12 +122,8 @@ def test_a_wrong_request_is_refused_with_all_that_came_with_it(local: LocalRepli
 
 def test_a_listener_that_raises_costs_only_its_request(local: LocalReplicas) -> None:
     """One broken callback ended the thread that tells everybody."""
-
-    def raises(delta: Delta) -> None:
-        raise RuntimeError("a broken listener")
-
     with Router(local.all, connect, SETTINGS) as router:
-        broken = Heard(act=raises)
+        broken = Heard(act=Mock(side_effect=RuntimeError("a broken listener")))
         router.submit(ask("broken", LONG), broken)
         assert len(router.generate([ask("a")])[0].token_ids) == SHORT.max_tokens
         until(lambda: bool(broken.deltas) and local.is_idle)

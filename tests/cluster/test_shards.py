@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from letter_encoder import LetterEncoder
-from shard_parts import QUERIES, delete, write_index
+from shard_parts import QUERIES, delete, local
 
 from pipelines.benchmarks import iterative
 from pipelines.benchmarks.iterative import SlowShardActor
@@ -19,7 +18,6 @@ from ragspec.cluster.remote_retrieval.shards import SegmentCache, SegmentSet, Sh
 from ragspec.config import RetrieverConfig
 from ragspec.errors import StoreCorrupt
 from ragspec.retrieval.index.store import Store
-from ragspec.retrieval.retriever import Retriever
 from ragspec.retrieval.search.segment_search import Lookup
 
 NAMES = [f"shard-{number}" for number in range(5)]
@@ -75,15 +73,6 @@ def test_turns_go_round_the_holders_only() -> None:
     """Queries that open segments where nobody placed them."""
     assert [rotated("abcd", 2, turn) for turn in range(3)] == [tuple("abcd"), tuple("bacd"), tuple("abcd")]
     assert rotated((), 2, 1) == () and rotated("a", 3, 2) == ("a",)
-
-
-@pytest.fixture
-def index_dir(tmp_path: Path) -> Path:
-    return write_index(tmp_path / "index")
-
-
-def local(index_dir: Path, mode: Any = "hybrid") -> Retriever:
-    return Retriever(LetterEncoder(), Store.open(index_dir), RetrieverConfig(mode=mode))
 
 
 def segments_of(store: Store) -> SegmentSet:
