@@ -90,14 +90,10 @@ def test_chunked_prefill(
     target = tiny("llama", dtype)
     requests, expected = asked(target, name)
     drafter = drafters(target, expected)[which]
-    with tiny_engine(
-        target, [drafter], max_num_batched_tokens=max_num_batched_tokens, enable_prefix_caching=enable_prefix_caching
-    ) as engine:
-        assert_equal(engine.generate(requests), expected)
-        again = engine.generate(requests)
-        assert_equal(again, expected)
-        assert (total(again, "num_cached_tokens") > 0) == enable_prefix_caching
-        assert_pool_is_empty(engine)
+    options = {"max_num_batched_tokens": max_num_batched_tokens, "enable_prefix_caching": enable_prefix_caching}
+    completions = generated(target, [drafter], [requests, requests], **options)
+    assert_equal(completions, expected)
+    assert (total(completions[len(requests) :], "num_cached_tokens") > 0) == enable_prefix_caching
 
 
 @pytest.mark.parametrize(("dtype", "enable_prefix_caching"), [("float32", True), ("torch-float32", False)])
