@@ -1,6 +1,8 @@
 """Many tokens in one step: the end cuts tokens, text, log-probabilities, usage and keys at the same place."""
 
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +15,8 @@ from tiny_target import Tiny, tiny_engine
 from ragspec.core import Completion, Delta, FinishReason, Request, SamplingParams
 from ragspec.engine.client import Collector
 from ragspec.engine.target import Target
+
+Case = tuple[Target, SamplingParams, Plain]
 
 EOS = 1
 PROMPT = "The mill needs"
@@ -68,14 +72,14 @@ def check(target: Target, params: SamplingParams, answer: tuple[int, ...]) -> tu
 
 
 @pytest.fixture
-def case(tiny: Tiny) -> tuple[Target, SamplingParams, Plain]:
+def case(tiny: Tiny) -> Case:
     """A target, parameters that give readable text, and what it says in 24 tokens when nothing stops it."""
     target = tiny()
     params = SamplingParams(temperature=1.0, seed=12, max_tokens=24, logprobs=2, logit_bias=readable(target))
     return target, params, decode(target, target.tokenizer(PROMPT).input_ids, params)
 
 
-def test_max_tokens_inside_a_run(case: tuple[Target, SamplingParams, Plain]) -> None:
+def test_max_tokens_inside_a_run(case: Case) -> None:
     """More tokens than asked for, because a run was accepted whole."""
     target, params, free = case
     for most in (1, 2, 7, 23):
@@ -84,7 +88,7 @@ def test_max_tokens_inside_a_run(case: tuple[Target, SamplingParams, Plain]) -> 
         assert completion.finish_reason is FinishReason.LENGTH
 
 
-def test_stop_strings_inside_a_run(case: tuple[Target, SamplingParams, Plain]) -> None:
+def test_stop_strings_inside_a_run(case: Case) -> None:
     """Tokens, log-probabilities or keys behind the stop string leaked (vLLM #47616, SGLang #23802)."""
     target, params, free = case
     for start, length in ((3, 1), (6, 4), (9, 7), (0, 2), (len(free.text) - 3, 3)):
@@ -96,9 +100,7 @@ def test_stop_strings_inside_a_run(case: tuple[Target, SamplingParams, Plain]) -
 
 
 @pytest.mark.parametrize("min_tokens", [1, 3, 4, 5, 6, 8])
-def test_a_stop_string_may_begin_before_the_least_number_of_tokens(
-    case: tuple[Target, SamplingParams, Plain], min_tokens: int
-) -> None:
+def test_a_stop_string_may_begin_before_the_least_number_of_tokens(case: Case, min_tokens: int) -> None:
     """One that began in a token that may not stop, and ended in one that may, was never found again."""
     target, params, free = case
     words = [target.tokenizer.decode([token]) for token in free.token_ids]
@@ -107,7 +109,7 @@ def test_a_stop_string_may_begin_before_the_least_number_of_tokens(
     assert (completion.finish_reason is FinishReason.STOP) == (min_tokens < 6)
 
 
-def test_stop_wins_over_length_at_the_same_token(case: tuple[Target, SamplingParams, Plain]) -> None:
+def test_stop_wins_over_length_at_the_same_token(case: Case) -> None:
     """A stop string completed by the last allowed token was reported as `length` (SGLang #31599)."""
     target, params, free = case
     words = [target.tokenizer.decode([token]) for token in free.token_ids]
@@ -121,53 +123,46 @@ def test_stop_wins_over_length_at_the_same_token(case: tuple[Target, SamplingPar
     assert completion.text == "".join(words[:9])  # what was held back comes at the end
 
 
-def with_eos(case: tuple[Target, SamplingParams, Plain], bias: float) -> SamplingParams:
+def with_eos(case: Case, bias: float) -> SamplingParams:
     params = case[1]
     return replace(params, logit_bias={**params.logit_bias, EOS: bias})
 
 
-def test_eos_inside_a_run(case: tuple[Target, SamplingParams, Plain]) -> None:
+def ends_in_the_middle(case: Case, least: int) -> Iterator[tuple[SamplingParams, Plain, tuple[int, ...]]]:
+    """Parameters under which EOS comes in the middle, after so many tokens; what is said then, and what without an end."""
+    target, prompt = case[0], case[0].tokenizer(PROMPT).input_ids
+    for seed in range(60):
+        params = replace(with_eos(case, 4.0), seed=seed)
+        plain = decode(target, prompt, params)
+        if plain.finish_reason == "stop" and least <= len(plain.token_ids) <= 20:
+            yield params, plain, decode(target, prompt, replace(params, ignore_eos=True)).token_ids
+
+
+def test_eos_inside_a_run(case: Case) -> None:
     """Tokens behind EOS were kept, or EOS itself was lost (HF #47912, vLLM #23938)."""
-    target, _, _ = case
-    prompt = target.tokenizer(PROMPT).input_ids
-    found = 0
-    for seed in range(60):
-        params = replace(with_eos(case, 4.0), seed=seed)
-        plain = decode(target, prompt, params)
-        if plain.finish_reason == "stop" and 4 <= len(plain.token_ids) <= 20:
-            beyond = decode(target, prompt, replace(params, ignore_eos=True))
-            assert len(beyond.token_ids) == 24
-            completion, _ = check(target, params, beyond.token_ids)
-            assert completion.token_ids[-1] == EOS
-            assert completion.finish_reason is FinishReason.STOP
-            assert target.tokenizer.eos_token not in completion.text
-            found += 1
-        if found == 2:
-            return
-    pytest.fail("no seed ends in the middle")
+    target, ends = case[0], list(itertools.islice(ends_in_the_middle(case, 4), 2))
+    assert len(ends) == 2
+    for params, _, beyond in ends:
+        assert len(beyond) == 24
+        completion, _ = check(target, params, beyond)
+        assert completion.token_ids[-1] == EOS
+        assert completion.finish_reason is FinishReason.STOP
+        assert target.tokenizer.eos_token not in completion.text
 
 
-def test_eos_and_a_stop_string_in_one_run(case: tuple[Target, SamplingParams, Plain]) -> None:
+def test_eos_and_a_stop_string_in_one_run(case: Case) -> None:
     """Whichever comes first ends the output (vLLM #23938)."""
-    target, _, _ = case
-    prompt = target.tokenizer(PROMPT).input_ids
-    for seed in range(60):
-        params = replace(with_eos(case, 4.0), seed=seed)
-        plain = decode(target, prompt, params)
-        if plain.finish_reason == "stop" and 6 <= len(plain.token_ids) <= 20:
-            beyond = decode(target, prompt, replace(params, ignore_eos=True)).token_ids
-            words = [target.tokenizer.decode([token], skip_special_tokens=True) for token in beyond]
-            first = check(target, replace(params, stop=(words[2] + words[3],)), beyond)[0]
-            assert len(first.token_ids) <= 4
-            position = len(plain.token_ids)
-            late = words[position] + words[position + 1]
-            if late and late not in plain.text:
-                assert check(target, replace(params, stop=(late,)), beyond)[0].token_ids == plain.token_ids
-            return
-    pytest.fail("no seed ends in the middle")
+    target, (params, plain, beyond) = case[0], next(ends_in_the_middle(case, 6))
+    words = [target.tokenizer.decode([token], skip_special_tokens=True) for token in beyond]
+    first = check(target, replace(params, stop=(words[2] + words[3],)), beyond)[0]
+    assert len(first.token_ids) <= 4
+    position = len(plain.token_ids)
+    late = words[position] + words[position + 1]
+    if late and late not in plain.text:
+        assert check(target, replace(params, stop=(late,)), beyond)[0].token_ids == plain.token_ids
 
 
-def test_min_tokens_holds_eos_back(case: tuple[Target, SamplingParams, Plain]) -> None:
+def test_min_tokens_holds_eos_back(case: Case) -> None:
     """EOS before `min_tokens`, or suppressed for one token too many."""
     target, _, _ = case
     params = replace(with_eos(case, 100.0), min_tokens=5)
@@ -178,7 +173,7 @@ def test_min_tokens_holds_eos_back(case: tuple[Target, SamplingParams, Plain]) -
     assert completion.finish_reason is FinishReason.STOP
 
 
-def test_ignore_eos_goes_on(case: tuple[Target, SamplingParams, Plain]) -> None:
+def test_ignore_eos_goes_on(case: Case) -> None:
     """`ignore_eos` stopped all the same, or wrote the name of the token into the text."""
     target, _, _ = case
     params = replace(with_eos(case, 100.0), ignore_eos=True)
@@ -203,7 +198,7 @@ def test_streams_join_to_the_text_whatever_bytes_come(tiny: Tiny) -> None:
             assert len(completion.logprobs) == len(completion.token_ids)
 
 
-def test_logprobs_do_not_depend_on_the_draft(case: tuple[Target, SamplingParams, Plain]) -> None:
+def test_logprobs_do_not_depend_on_the_draft(case: Case) -> None:
     """Log-probabilities taken from a sibling's row (vLLM #34497)."""
     target, params, free = case
     drafted, _, _ = run(target, params, free.token_ids)
