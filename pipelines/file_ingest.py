@@ -250,8 +250,6 @@ class FileIngest:
     def _new_documents(self, path: Path, name: str, ids: set[str], unread: list[Unread]) -> Iterator[Document]:
         """Raises: InputError for an id that this run or another existing file has already."""
         for document in self._documents(path, name, unread):
-            if document.id in ids:
-                raise InputError(f"{path} holds two documents of the id {document.id!r}")
             ids.add(document.id)
             is_leaving = document.id in self._writer.unseen  # a rebuild drops it unless a file holds it
             known = None if is_leaving else self._writer.owner_and_origin(document.id)

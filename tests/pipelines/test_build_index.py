@@ -127,10 +127,10 @@ def test_a_duplicate_outlives_the_file_it_was_a_copy_of(run: Run, docs: Path, tm
 
 
 def test_unreadable_files_are_named_and_left_out_whole(run: Run, docs: Path, tmp_path: Path) -> None:
-    """One bad file that ends the job; half of a file in the index; a file that gave nothing and that nothing names; two rows of
-    one id of which the first is lost; a bad file that keeps its ids from a good one; a row that no index can hold."""
+    """One bad file that ends the job; half of a file in the index; a file that gave nothing and that nothing names; most rows of
+    a file lost because all have one id; a bad file that keeps its ids from a good one; a row that no index can hold."""
     (docs / "bad.pdf").write_bytes(b"%PDF-1.7 and then nothing")
-    (docs / "half.jsonl").write_text('{"id": "x", "text": "One."}\n{"id": "x", "text": "Two."}\n')
+    (docs / "half.jsonl").write_text('{"id": "x", "text": "One."}\n' + '{"id": "x", "text": "Two."}\n' * 2)
     (docs / "nan.jsonl").write_text('{"id": "y", "text": "One."}\n{"id": "z", "text": "Two.", "n": NaN}')
     (docs / "of_both.jsonl").write_text('{"id": "y", "text": "Good."}\n{"id": "x", "text": "Good, too."}')
     (docs / "twice.jsonl").write_text('{"id": "r1", "text": "The id of a row of another file."}')
@@ -138,7 +138,7 @@ def test_unreadable_files_are_named_and_left_out_whole(run: Run, docs: Path, tmp
     ended = run()
     names = ["bad.pdf", "half.jsonl", "nan.jsonl", "twice.jsonl", "z.txt"]
     assert ended.code == 0 and ended.summary["skipped"] == [f"docs/{name}" for name in names]
-    reasons = ("bad.pdf", "two documents of the id 'x'", "not JSON", "the id 'r1' is that of a document in")
+    reasons = ("bad.pdf", "line 2: an earlier row has its id, 'x'", "not JSON", "the id 'r1' is that of a document in")
     assert all(word in ended.err for word in (*reasons, "z.txt holds no text"))
     assert {d.text for d in documents(tmp_path).values()} >= {"Good.", "Good, too."} and len(documents(tmp_path)) == 6
     assert counts(run("--strict").summary)[:3] == (0, 0, 6) and run("--strict").code == 1
@@ -465,7 +465,7 @@ def test_a_damaged_line_is_named_and_its_rows_stay(run: Run, docs: Path, tmp_pat
 def test_a_large_file_is_read_twice_and_the_same(run: Run, docs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that do not fit the memory, taken in half before their bad row is met."""
     monkeypatch.setattr(file_ingest, "_READ_AT_ONCE_BYTES", 10)
-    (docs / "half.jsonl").write_text('{"id": "h1", "text": "Good."}\n{"id": "h1", "text": "Bad."}\n')
+    (docs / "half.jsonl").write_text('{"id": "h1", "text": "Good."}\n' + '{"id": "h1", "text": "Bad."}\n' * 2)
     ended = run()
     assert counts(ended.summary) == (4, 0, 0, 0, 0) and ended.summary["skipped"] == ["docs/half.jsonl"]
 

@@ -3,7 +3,8 @@
 JSON Lines: objects with `text` and optionally `id`, `title`, `source`, `owner` and `metadata`; other keys are metadata.
 CSV and TSV: the columns `id`, `title`, `source` and `owner` are used as such, other columns are metadata. The text is the column
 `text`; without that column, every non-empty cell becomes a line "name: value", and the file's name stands before ids: two tables
-number their rows alike. Columns without a name are named by their number. Rows without text are left out.
+number their rows alike. Columns without a name are named by their number. Rows without text are left out, and named are rows
+that cannot be read or that have the id of an earlier row.
 
     >>> list(read_csv(Path("faq.csv"), "faq.csv", []))
 """
@@ -36,8 +37,11 @@ _DELIMITER_SETTING = re.compile(r'"?sep=([,;|\t])"?\r?\n?')
 
 
 def read_jsonl(path: Path, name: str, unread: list[Unread]) -> Iterator[Document]:
-    """A line that cannot be read is left out. Raises: InputError if these are most lines: the file is no JSON Lines."""
-    num_read = num_bad = 0
+    """A line that cannot be read, or has the id of an earlier one, is left out.
+
+    Raises: InputError if these are most lines: the file is no JSON Lines, or its ids name no rows.
+    """
+    ids, num_bad = set[str](), 0
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
             content = line.removeprefix(_BYTE_ORDER_MARK)
@@ -45,17 +49,23 @@ def read_jsonl(path: Path, name: str, unread: list[Unread]) -> Iterator[Document
                 continue
             try:
                 document = _json_document(_parsed(content), f"{name}:{number}")
+                if document.id in ids:
+                    raise InputError(_doubled(document.id))
             except InputError as cause:
                 num_bad += 1
                 if num_bad <= _MAX_UNREAD:
                     unread.append(Unread(f"line {number}", str(cause)))
             else:
-                num_read += 1
+                ids.add(document.id)
                 yield document
-    if num_bad > num_read:
+    if num_bad > len(ids):
         raise InputError(f"{path}, {unread[0]}")
     if num_bad > _MAX_UNREAD:
         unread.append(Unread(f"{num_bad - _MAX_UNREAD} more lines", "they cannot be read either"))
+
+
+def _doubled(document_id: str) -> str:
+    return f"an earlier row has its id, {document_id!r}"
 
 
 def _json_document(row: dict[str, Any], default_id: str) -> Document:
@@ -90,13 +100,13 @@ def _parsed(line: bytes) -> dict[str, Any]:
 
 
 def read_csv(path: Path, name: str, unread: list[Unread]) -> Iterator[Document]:
-    """A row that cannot be read is left out. Excel's first line `sep=;` sets the delimiter.
+    """A row that cannot be read, or has the id of an earlier one, is left out. Excel's first line `sep=;` sets the delimiter.
 
-    Raises: InputError if the header or all rows cannot be read.
+    Raises: InputError if the header or all rows cannot be read, or most rows have the id of another.
     """
     csv.field_size_limit(sys.maxsize)  # the limit belongs to the process and is only ever raised
     header: list[str] = []
-    num_read, ids = 0, set[str]()
+    num_doubled, ids = 0, set[str]()
     try:
         with open(path, encoding=encoding_of(path), newline="") as lines:
             first = lines.readline()
@@ -117,10 +127,14 @@ def read_csv(path: Path, name: str, unread: list[Unread]) -> Iterator[Document]:
                 elif any(cell.strip() for cell in cells[len(header) :]):
                     unread.append(Unread(f"line {line}", f"{len(cells)} cells below {len(header)} columns"))
                 elif row := _named_cells(header, cells):
-                    num_read += 1
                     given, has_text = row.get("id", ""), "text" in header
                     own_id = given if given and has_text else f"{name}:{given or line}"
-                    if own_id in ids and not has_text:
+                    if own_id in ids and has_text:
+                        num_doubled += 1
+                        if num_doubled <= _MAX_UNREAD:
+                            unread.append(Unread(f"line {line}", _doubled(own_id)))
+                        continue
+                    if own_id in ids:
                         while own_id in ids:
                             own_id += f":{line}"
                         if len(unread) < _MAX_UNREAD:
@@ -130,7 +144,7 @@ def read_csv(path: Path, name: str, unread: list[Unread]) -> Iterator[Document]:
                     yield from _csv_document(row, own_id, has_text)
     except UnicodeDecodeError as cause:
         raise InputError(f"{path}: not {encoding_name(cause)} text") from cause
-    if not num_read and (places := [each for each in unread if each.place]):
+    if (num_doubled > len(ids) or not ids) and (places := [each for each in unread if each.place]):
         raise InputError(f"{path}, {places[0]}")
 
 
