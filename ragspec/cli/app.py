@@ -36,6 +36,7 @@ feedback = options.group("feedback", "What readers said of answers.")
 for commands in (index, cluster, keys, models, feedback):
     app.add_typer(commands)
 _DEMO_MAX_TOKENS = 96
+Iterative = Literal["ralm", "flare", "retgen"]
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -124,9 +125,7 @@ def ask(
     filter: Annotated[
         str | None, typer.Option(help='Which documents may answer: {"type": "eq", "key": ..., "value": ...}.')
     ] = None,
-    iterative: Annotated[
-        Literal["ralm", "flare", "retgen"] | None, typer.Option(help="Retrieve again in the course of the answer.")
-    ] = None,
+    iterative: Annotated[Iterative | None, typer.Option(help="Retrieve again in the course of the answer.")] = None,
     speculation: options.Speculation = True,
     as_json: options.AsJson = False,
 ) -> None:

@@ -24,7 +24,7 @@ from ragspec.config import EncoderConfig, PipelineConfig, TargetConfig, load_con
 from ragspec.core import Document, Message
 from ragspec.core import Request as EngineRequest
 from ragspec.errors import ConfigError, EngineError, ReplicaLost, RetrievalError
-from ragspec.rag import pipeline
+from ragspec.rag import steps
 from ragspec.rag.chat.chat import Chat
 from ragspec.rag.chat.history import ChatTurn
 from ragspec.rag.pipeline import Pipeline
@@ -285,7 +285,7 @@ def fail_generation(
             raise error
         return await collect_completions(engine, request)
 
-    monkeypatch.setattr(pipeline, "collect_completions", losing)
+    monkeypatch.setattr(steps, "collect_completions", losing)
 
 
 @pytest.mark.parametrize("error", [ReplicaLost("no engine is left"), RetrievalError("the index is lost")])
