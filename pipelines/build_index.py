@@ -180,7 +180,9 @@ class Indexing:
             add_files(files, ingest)
             self._settle_others(ingest, found)
             passed = passed_over(self.inputs, known.union(str(path) for path, _ in named))
-            others = Counter(path.suffix.lower() or path.name for path in passed)
+            others = Counter(
+                (path.suffix.lower() or path.name) if path.is_file() else "no plain file" for path in passed
+            )
             with loading(_console, "encoding the last passages"):
                 writer.flush()
             _warn(ingest.report, others, self.dry_run)

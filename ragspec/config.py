@@ -297,7 +297,7 @@ PassageOrder = Literal["rank", "shared"]
 class GenerationConfig(ConfigSection):
     """Defaults of a question; see `ragspec.core.SamplingParams`."""
 
-    max_tokens: int = Field(96, ge=1)
+    max_tokens: int = Field(192, ge=1)
     """Tokens of an answer at most."""
     temperature: float = Field(0.0, ge=0.0)
     """0: always the likeliest token; higher: more varied."""

@@ -35,7 +35,7 @@ from ragspec.cli.demo import QUESTIONS, AnswerPair, Totals, open_library
 from ragspec.cli.standard_library import DEMO_MODULES, cached_library, documents_of, service_library
 from ragspec.cli.terminal import cache_folder, safe, stage
 from ragspec.config import EncoderConfig, IndexConfig, load_config
-from ragspec.core import Citation, Document, FinishReason, GenerationStats, Passage, log_progress
+from ragspec.core import Block, BlockKind, Citation, Document, FinishReason, GenerationStats, Passage, log_progress
 from ragspec.rag.answer import Answer, AnswerSentence, AnswerStats
 from ragspec.rag.pipeline import Pipeline
 from ragspec.rag.wording import NOTHING_CLOSE
@@ -673,6 +673,25 @@ def test_quotes_are_marked_with_and_without_colours() -> None:
     assert "«The quoted sentence.»" in plain and "[1] A title (file.txt)" in plain
     coloured = shown(Console(width=80, force_terminal=True, color_system="standard", no_color=False))
     assert "«" not in coloured and "\x1b[1;32mThe quoted sentence.\x1b[0m" in coloured
+
+
+def test_a_source_is_named_with_the_headings_above_its_quote() -> None:
+    """The version in which something was fixed, which only the heading above the quote says."""
+    above, inside = "Fixed\n\nThe mill stood.", "Fixed\n\nThe mill stood.\n\n1.2.0\n\nIt turns."
+    at = inside.index("1.2.0")
+    blocks = (Block(0, 5, BlockKind.HEADING), Block(at, at + 5, BlockKind.HEADING))
+    lines = []
+    for text, blocks_of, quote in ((above, (), "The mill stood."), (inside, blocks, "It turns.")):
+        start = text.index(quote)
+        passage = Passage(
+            "d", 0, text, 0, len(text), "Changes", headings=("Changes", "1.3.0", "Fixed"), blocks=blocks_of
+        )
+        cited = (Citation(1, 1 + len(quote), "d#0", start, start + len(quote), "d", start, start + len(quote)),)
+        console = Console(width=80, force_terminal=False, color_system=None)
+        with console.capture() as capture:
+            print_sources(console, answer(f'"{quote}" [1]', (1,), (passage,), *cited))
+        lines.append(capture.get().splitlines()[0].strip())
+    assert lines == ["[1] Changes > 1.3.0 > Fixed", "[1] Changes > 1.2.0"]
 
 
 def test_sentences_that_are_no_quotes_are_shown_with_what_supports_them() -> None:

@@ -23,7 +23,7 @@ from ragspec.cli.models import better_reader_command
 from ragspec.cli.standard_library import NO_INDEX, cached_library, documents_of
 from ragspec.cli.terminal import cache_folder, loading, note, safe, stay_offline, stderr_console, stdout_console
 from ragspec.config import PipelineConfig, Settings
-from ragspec.core import Citation, FinishReason, Passage, SamplingParams, Say
+from ragspec.core import BlockKind, Citation, FinishReason, Passage, SamplingParams, Say
 from ragspec.errors import InputError
 from ragspec.rag.answer import Answer
 from ragspec.rag.iterative.pipeline import IterativePipeline
@@ -155,9 +155,11 @@ def print_sources(console: Console, answer: Answer) -> None:
         passage = answer.passages[numbers[passage_id]]
         found = f"{answer.found} " if answer.found else ""
         number = f"[{numbers[passage_id] + 1}] "
-        heading = Text.assemble("  ", (found, "dim"), (number, "bold"), (safe(_name(passage)), "bold cyan"))
+        quotes = list(group)
+        name = safe(_name(passage, quotes[0].passage_start))
+        heading = Text.assemble("  ", (found, "dim"), (number, "bold"), (name, "bold cyan"))
         console.print(heading, overflow="ellipsis", no_wrap=True)
-        text = excerpt(passage, list(group), marks=console.no_color or not console.is_terminal)
+        text = excerpt(passage, quotes, marks=console.no_color or not console.is_terminal)
         for line in text.wrap(console, max(20, console.width - 6)):
             line.rstrip()
             console.print(Text.assemble(("    │ ", "dim"), line), soft_wrap=True)
@@ -216,8 +218,12 @@ def _window(text: str, start: int, end: int) -> tuple[int, int]:
     return first, last
 
 
-def _name(passage: Passage) -> str:
+def _name(passage: Passage, start: int) -> str:
+    """Title, headings above a place in a passage, source and page."""
     name = passage.title or passage.document_id
+    inside = [each for each in passage.blocks if each.kind is BlockKind.HEADING and each.end <= start]
+    above = [passage.text[inside[-1].start : inside[-1].end]] if inside else passage.headings
+    name = " > ".join([name, *(each for each in above if each != name)])
     about = [passage.source] if passage.source and passage.source != name else []
     about += [f"page {passage.page}"] if passage.page else []
     return f"{name} ({', '.join(about)})" if about else name

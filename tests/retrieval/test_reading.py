@@ -350,6 +350,26 @@ def test_one_bad_row_costs_that_row(tmp_path: Path) -> None:
         list(read_file(path, "rows.jsonl"))
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_a_row_with_the_id_of_an_earlier_one_is_named(tmp_path: Path, kind: str) -> None:
+    """One doubled id refused the whole file, or replaced the first row unsaid; or one row of a thousand was the file."""
+    path = tmp_path / f"rows.{kind}"
+
+    def write(*ids: str) -> None:
+        rows = [(each, f"Row {number}.") for number, each in enumerate(ids, 1)]
+        lines = [json.dumps({"id": each, "text": text}) for each, text in rows]
+        path.write_text("\n".join(lines if kind == "jsonl" else ["id,text", *map(",".join, rows)]))
+
+    write("a", "b", "a", "c")
+    unread: list[Unread] = []
+    assert [row.text for row in read_file(path, path.name, unread)] == ["Row 1.", "Row 2.", "Row 4."]
+    line = 3 if kind == "jsonl" else 4
+    assert [str(each) for each in unread] == [f"line {line}: an earlier row has its id, 'a'"]
+    write("a", "a", "a")
+    with pytest.raises(InputError, match="an earlier row has its id, 'a'"):
+        list(read_file(path, path.name))
+
+
 def test_text_of_windows_is_read_and_named(tmp_path: Path) -> None:
     """A file of an old editor was refused for its first accent."""
     for name, raw in (("a.txt", b"caf\xe9 \x80 5"), ("a.csv", b"text\ncaf\xe9 \x80 5\n")):
@@ -364,10 +384,19 @@ def test_readmes_without_a_suffix_are_read_and_other_files_are_named(tmp_path: P
     for name in ("README", "NEWS.Debian", "logo.png", "sub/data.bin", ".hidden.png", "Makefile"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("The mill opens at nine.")
+    (tmp_path / "lost.txt").symlink_to(tmp_path / "nothing.txt")
     found = find_files([tmp_path])
     assert [path.name for path, _ in found] == ["NEWS.Debian", "README"]
-    assert [path.name for path in passed_over([tmp_path])] == ["Makefile", "logo.png", "data.bin"]
+    assert [path.name for path in passed_over([tmp_path])] == ["Makefile", "logo.png", "lost.txt", "data.bin"]
     assert next(read_file(tmp_path / "README", "README")).text == "The mill opens at nine."
+
+
+@pytest.mark.parametrize("heading", ["4.18.2 / 2022-10-08", "v3.2.5", "1.11.0 (2022-03-14)", "Master (Unreleased)"])
+def test_a_release_is_no_title_of_all_changes(tmp_path: Path, heading: str) -> None:
+    """Whoever asked in which version something changed was told the first one, below each quote."""
+    text = f"## 1.11.20\n\nFixed the mill.\n\n# {heading}\n\nAdded the mill.\n"
+    assert read_as(tmp_path, "HISTORY.md", text).title == "HISTORY"
+    assert read_as(tmp_path, "root.md", "# 3.14 The root directory\n\nIt is small.").title == "3.14 The root directory"
 
 
 def test_settings_are_read_where_they_are_named(tmp_path: Path) -> None:

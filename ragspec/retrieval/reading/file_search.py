@@ -43,12 +43,14 @@ def find_files(inputs: Iterable[str | Path], allow_none: bool = False) -> list[t
 
 
 def passed_over(inputs: Iterable[str | Path], known: Collection[str] = ()) -> list[Path]:
-    """The files below the inputs' folders that are not read, in a fixed order; hidden files are not counted. `known`: real paths
-    that other inputs name.
+    """The files below the inputs' folders that are not read, in a fixed order, also pipes and links to nothing; hidden files are
+    not counted. `known`: real paths that other inputs name.
     """
     folders = [Path(given) for given in inputs if Path(given).is_dir()]
     files = ((file, folder) for folder in folders for file in _walk(folder))
-    found = {file for file, folder in files if not (_is_hidden(file, folder) or is_readable(file)) and file.is_file()}
+    found = {
+        file for file, folder in files if not _is_hidden(file, folder) and not (is_readable(file) and file.is_file())
+    }
     return sorted(file for file in found if str(file.resolve()) not in known)
 
 
@@ -78,7 +80,7 @@ def _search(given: Path, allow_none: bool) -> list[tuple[Path, str]]:
         return _named(given, _walk(given), "", allow_none)
     if given.exists():
         if not is_readable(given, given.name):
-            raise InputError(f"{given} is of no kind that can be indexed ({_KINDS})")
+            raise InputError(f"{given} is of no kind that can be indexed ({_KINDS}); as .txt any text can")
         if not given.is_file():  # Why: opening a named pipe waits for ever
             raise InputError(f"{given} is not a plain file")
         return [(given, given.name)]

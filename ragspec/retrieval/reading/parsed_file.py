@@ -27,6 +27,10 @@ MAX_BYTES = 512 * 1024**2
 """Limit for files that are parsed in memory (PDF, Word, web page), on disk or unpacked."""
 
 _MAX_HEADING_CHARS = 200  # Why: every passage of a section carries its heading; longer titles are paragraphs
+_RELEASE = re.compile(
+    r"(?i)\[?v?\d+(?:\.\d+)+[\w.+-]*\]?(?:[\s/(–—:,-]*\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}\)?)?|.{0,20}\bunreleased\b.{0,20}"
+)
+"""The title of a release in a list of changes, "1.11.0 (2022-03-14)"."""
 _CONTROL = re.compile(r"[\x01-\x06\x0e-\x1a\x1c-\x1f\x7f]")
 _HEAD_CHARS, _MOST_CONTROL = 4096, 0.05
 
@@ -231,8 +235,9 @@ def heading(start: int, level: int, text: str, anchor: str = "") -> list[Heading
 
 
 def first_title(headings: Sequence[Heading]) -> str:
-    """The first heading of the highest level, 1."""
-    return next((heading.text for heading in headings if heading.level == 1), "")
+    """The first heading of the highest level, 1; none where it is a release: it would name the changes of all others."""
+    first = next((heading.text for heading in headings if heading.level == 1), "")
+    return "" if _RELEASE.fullmatch(first) else first
 
 
 def one_line(text: str) -> str:
