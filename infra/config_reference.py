@@ -46,7 +46,7 @@ engine:
   max_num_seqs: 64
   num_threads: 8
 generation:
-  max_tokens: 96
+  max_tokens: 192
   temperature: 0.0
   top_p: 1.0
   seed: 7

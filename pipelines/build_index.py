@@ -181,7 +181,7 @@ class Indexing:
             self._settle_others(ingest, found)
             passed = passed_over(self.inputs, known.union(str(path) for path, _ in named))
             others = Counter(
-                (path.suffix.lower() or path.name) if path.is_file() else "no plain file" for path in passed
+                (path.suffix.lower() or path.name) if path.is_file() else "pipe or broken link" for path in passed
             )
             with loading(_console, "encoding the last passages"):
                 writer.flush()
@@ -280,7 +280,7 @@ def _encoder(config: EncoderConfig, dry_run: bool, num_workers: int) -> Iterator
 
 
 def _warn(report: IngestReport, others: Counter[str], dry_run: bool) -> None:
-    """`others`: how many files of each suffix were passed over."""
+    """`others`: how many files of each kind, a suffix mostly, were passed over."""
     warnings = [f"skipped: {reason}" for reason in report.skipped.values()]
     for name, parts in report.unread.items():
         warnings += [f"read in part: {name}, {part}" for part in parts[:_SHOWN_PARTS]]

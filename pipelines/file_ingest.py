@@ -169,7 +169,8 @@ class FileIngest:
     def delete_missing(self, roots: Sequence[Path], excluded: Collection[str]) -> None:
         """Delete documents below `roots` whose file is gone or `excluded`, or was read in this run without them.
 
-        Where a file lacks no more documents than it has rows that cannot be read, these may be the same: the documents stay.
+        Where a file lacks no more documents than it has rows that cannot be read, these may be the same: the documents stay. Rows
+        with the id of an earlier one are none of them.
         """
         missing = defaultdict[str, list[str]](list)
         for document_id, owner, origin in list(self._writer.origins()):
@@ -178,7 +179,7 @@ class FileIngest:
         for origin, ids in missing.items():
             name = self._read.get(origin, "").removeprefix(self._prefix)
             unread = self.report.unread.get(name, [])
-            if has_rows(origin) and len(ids) <= sum(bool(part.place) for part in unread):
+            if has_rows(origin) and len(ids) <= sum(bool(part.place and not part.is_doubled) for part in unread):
                 told = ", ".join(ids[:_SHOWN_IDS])
                 unread.insert(
                     0, Unread("", f"documents that may stand there stay; `index delete` removes them: {told}")

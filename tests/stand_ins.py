@@ -36,15 +36,16 @@ class Heard:
 
     def __init__(self, num_choices: int = 1, act: Callable[[Delta], None] = lambda delta: None) -> None:
         self.deltas: list[Delta] = []
-        self._num_open = num_choices
-        self._act = act
+        self._num_choices, self._act = num_choices, act
+        self._ends: set[tuple[str, int]] = set()
         self.began, self.ended = threading.Event(), threading.Event()
 
     def __call__(self, delta: Delta) -> None:
         self.deltas.append(delta)
         self.began.set()
-        self._num_open -= delta.finish_reason is not None
-        if not self._num_open:
+        if delta.finish_reason:
+            self._ends.add((delta.request_id, delta.choice))
+        if len(self._ends) == self._num_choices:
             self.ended.set()
         self._act(delta)
 

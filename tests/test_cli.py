@@ -34,14 +34,16 @@ from ragspec.cli.ask import answer_text, excerpt, print_sources
 from ragspec.cli.demo import QUESTIONS, AnswerPair, Totals, open_library
 from ragspec.cli.standard_library import DEMO_MODULES, cached_library, documents_of, service_library
 from ragspec.cli.terminal import cache_folder, safe, stage
-from ragspec.config import EncoderConfig, IndexConfig, load_config
-from ragspec.core import Block, BlockKind, Citation, Document, FinishReason, GenerationStats, Passage, log_progress
+from ragspec.config import ChunkingConfig, EncoderConfig, IndexConfig, load_config
+from ragspec.core import Citation, Document, FinishReason, GenerationStats, Passage, log_progress
 from ragspec.rag.answer import Answer, AnswerSentence, AnswerStats
 from ragspec.rag.pipeline import Pipeline
 from ragspec.rag.wording import NOTHING_CLOSE
+from ragspec.retrieval.chunking import chunk
 from ragspec.retrieval.encoder import Encoder, EncoderIdentity, FloatArray
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
+from ragspec.retrieval.reading import read_file
 from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.training import stdlib_corpus
 from ragspec.training.stdlib_corpus import is_held_out
@@ -347,7 +349,7 @@ def test_documents_are_listed_deleted_and_compacted(run: Run, index: Path, tmp_p
     compacted = json.loads(run("index", "compact", *at).out)
     assert compacted["documents"] == 7 and compacted["bytes"] < compacted["bytes_before"]
     checked = json.loads(run("index", "verify", *at).out)
-    assert checked["verified"] is True and checked["word_rules"] == 2
+    assert checked["verified"] is True and checked["word_rules"] == 3
     one_error(run("index", "compact", *at, "--dense", "annoy"), "dense.kind")
 
 
@@ -675,23 +677,31 @@ def test_quotes_are_marked_with_and_without_colours() -> None:
     assert "«" not in coloured and "\x1b[1;32mThe quoted sentence.\x1b[0m" in coloured
 
 
-def test_a_source_is_named_with_the_headings_above_its_quote() -> None:
-    """The version in which something was fixed, which only the heading above the quote says."""
-    above, inside = "Fixed\n\nThe mill stood.", "Fixed\n\nThe mill stood.\n\n1.2.0\n\nIt turns."
-    at = inside.index("1.2.0")
-    blocks = (Block(0, 5, BlockKind.HEADING), Block(at, at + 5, BlockKind.HEADING))
-    lines = []
-    for text, blocks_of, quote in ((above, (), "The mill stood."), (inside, blocks, "It turns.")):
-        start = text.index(quote)
-        passage = Passage(
-            "d", 0, text, 0, len(text), "Changes", headings=("Changes", "1.3.0", "Fixed"), blocks=blocks_of
-        )
-        cited = (Citation(1, 1 + len(quote), "d#0", start, start + len(quote), "d", start, start + len(quote)),)
-        console = Console(width=80, force_terminal=False, color_system=None)
-        with console.capture() as capture:
-            print_sources(console, answer(f'"{quote}" [1]', (1,), (passage,), *cited))
-        lines.append(capture.get().splitlines()[0].strip())
-    assert lines == ["[1] Changes > 1.3.0 > Fixed", "[1] Changes > 1.2.0"]
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.md", "# Changes\n\n## 1.3.0\n\n### Fixed\n\nThe mill stood.\n\n### Added\n\nIt turns.\n"),
+        ("a.rst", "Changes\n=======\n\n1.3.0\n-----\n\nFixed\n~~~~~\n\nThe mill stood.\n\nAdded\n~~~~~\n\nIt turns.\n"),
+    ],
+)
+def test_a_source_is_named_with_the_headings_above_its_quote(tmp_path: Path, name: str, text: str) -> None:
+    """The version in which something was fixed, which only the heading above the quote says; marks of Markdown as a name."""
+    (tmp_path / name).write_text(text)
+    (document,) = read_file(tmp_path / name, name)
+    below = next(each for each in chunk(document, ChunkingConfig()) if "The mill stood." in each.text)
+    whole = replace(below, text=document.text, start=0, end=len(document.text), blocks=document.blocks)
+    for passage, quote, named in (
+        (below, "The mill stood.", "[1] Changes > 1.3.0 > Fixed"),
+        (whole, "It turns.", "[1] Changes > Added"),
+    ):
+        at = passage.text.index(quote)
+        cited = Citation(1, 1 + len(quote), passage.id, at, at + len(quote), name, at, at + len(quote))
+        for width, shown_name in ((80, f"{named} ({name})"), (24, f"{named[: 23 - len(name) - 5]}")):
+            console = Console(width=width, force_terminal=False, color_system=None)
+            with console.capture() as capture:
+                print_sources(console, answer(f'"{quote}" [1]', (1,), (passage,), cited))
+            line = capture.get().splitlines()[0].strip()
+            assert line.startswith(shown_name) and line.endswith(f" ({name})")
 
 
 def test_sentences_that_are_no_quotes_are_shown_with_what_supports_them() -> None:

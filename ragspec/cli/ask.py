@@ -156,7 +156,8 @@ def print_sources(console: Console, answer: Answer) -> None:
         found = f"{answer.found} " if answer.found else ""
         number = f"[{numbers[passage_id] + 1}] "
         quotes = list(group)
-        name = safe(_name(passage, quotes[0].passage_start))
+        room = console.width - len(f"  {found}{number}")
+        name = safe(_name(passage, quotes[0].passage_start, room))
         heading = Text.assemble("  ", (found, "dim"), (number, "bold"), (name, "bold cyan"))
         console.print(heading, overflow="ellipsis", no_wrap=True)
         text = excerpt(passage, quotes, marks=console.no_color or not console.is_terminal)
@@ -218,15 +219,27 @@ def _window(text: str, start: int, end: int) -> tuple[int, int]:
     return first, last
 
 
-def _name(passage: Passage, start: int) -> str:
-    """Title, headings above a place in a passage, source and page."""
-    name = passage.title or passage.document_id
-    inside = [each for each in passage.blocks if each.kind is BlockKind.HEADING and each.end <= start]
-    above = [passage.text[inside[-1].start : inside[-1].end]] if inside else passage.headings
-    name = " > ".join([name, *(each for each in above if each != name)])
-    about = [passage.source] if passage.source and passage.source != name else []
+def _name(passage: Passage, start: int, room: int) -> str:
+    """Title, headings above a place in a passage, source and page; the headings are cut to `room` characters for all."""
+    title = passage.title or passage.document_id
+    about = [passage.source] if passage.source and passage.source != title else []
     about += [f"page {passage.page}"] if passage.page else []
-    return f"{name} ({', '.join(about)})" if about else name
+    behind = f" ({', '.join(about)})" if about else ""
+    name = " > ".join([title, *(each for each in _headings_above(passage, start) if each != title)])
+    room = max(len(title), room - len(behind))
+    return (name if len(name) <= room else f"{name[: room - 1]}…") + behind
+
+
+def _headings_above(passage: Passage, start: int) -> Sequence[str]:
+    """Those above a passage, or the one within it that is nearest above a place. Why no more of these: none tells its level."""
+    blocks = [each for each in passage.blocks if each.kind is BlockKind.HEADING and each.end <= start]
+    named = [text for each in blocks if (text := _heading_text(passage.text[each.start : each.end]))]
+    return passage.headings if not named or named[-1] in passage.headings[-1:] else [named[-1]]
+
+
+def _heading_text(source: str) -> str:
+    """Without the marks of Markdown, AsciiDoc and underlines."""
+    return " ".join(_flat(line).lstrip("#= ").strip() for line in source.splitlines() if re.search(r"\w", line))
 
 
 def _flat(text: str) -> str:

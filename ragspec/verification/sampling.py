@@ -130,7 +130,7 @@ class TokenCounts:
 
     def __init__(self, prompt_ids: tuple[int, ...], output_ids: list[int]) -> None:
         self._seen = dict.fromkeys((*prompt_ids, *output_ids))
-        self._output = Counter(output_ids)
+        self._output = dict(Counter(output_ids))
 
     def after(self, tokens: list[int]) -> TokenCounts:
         """A copy with further output tokens."""
@@ -142,7 +142,7 @@ class TokenCounts:
 
     def push(self, token: int) -> None:
         self._seen[token] = None
-        self._output[token] += 1
+        self._output[token] = self._output.get(token, 0) + 1
 
     def repeated(self, params: SamplingParams) -> NDArray[np.int64]:
         """The ids that the repetition penalty changes."""
@@ -150,7 +150,7 @@ class TokenCounts:
 
     def penalties(self, params: SamplingParams) -> tuple[NDArray[np.int64], Logits]:
         """Ids, and the presence and frequency penalties that their logits lose."""
-        output = self._output if params.presence_penalty or params.frequency_penalty else Counter[int]()
+        output = self._output if params.presence_penalty or params.frequency_penalty else {}
         counts = np.fromiter(output.values(), np.float32)
         amounts = np.float32(params.presence_penalty) + np.float32(params.frequency_penalty) * counts
         return np.fromiter(output, np.int64), amounts

@@ -100,13 +100,16 @@ DRAFTERS: dict[str, tuple[Callable[[Target, Texts, Path], Drafter], dict[str, in
     "ungrounded hydra": (lambda target, _, folder: position_drafter(target, folder, "ungrounded hydra"), {}),
     "hydra++": (lambda target, _, folder: position_drafter(target, folder, "hydra++"), {}),
     "dflash": (block("DFlash, z-lab", "dynamic"), {"fixed_nodes": 6, "num_kv_slots": 256}),
+    "dflash, by confidence": (block("DFlash, z-lab", "dynamic", 9), {"fixed_nodes": 6}),
     "dspark": (block("DSpark, DeepSpec", "dynamic", 9), {"fixed_nodes": 6, "max_num_batched_tokens": 16}),
+    "p-eagle, dynamic": (block("P-EAGLE, SpecForge", "dynamic"), {"fixed_nodes": 6}),
     "p-eagle": (block("P-EAGLE, SpecForge", "static"), {"fixed_nodes": 6}),
     "p-eagle, chain": (block("P-EAGLE, speculators", "chain"), {"fixed_nodes": 6, "num_kv_slots": 256}),
 }
 """How a drafter is made of a target and the texts that it will write, and the engine's options."""
 QUICK = {(kind, list(PARAMS)[(i + n) % len(PARAMS)], "float32") for i, kind in enumerate(DRAFTERS) for n in (0, 3)}
 QUICK |= {(kind, "T=1", "torch-float32") for kind in ("eagle3", "hydra", "lookahead", "dspark", "p-eagle")}
+QUICK |= {(kind, "top-p", "torch-float32") for kind in ("dflash", "dspark", "p-eagle, chain")}
 CASES = [
     pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
     for case in itertools.product(DRAFTERS, PARAMS, ("float32", "torch-float32"))

@@ -348,7 +348,7 @@ def test_a_full_disk_keeps_as_many_blocks_as_it_has_room_for(tmp_path: Path, mon
 NO_MEMORY = Mock(side_effect=RuntimeError("DefaultCPUAllocator: can't allocate memory"))
 
 
-def test_a_copy_that_getsNO_MEMORY_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_gets_no_memory_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch had no memory on the host, and every sequence of the step ended with an error."""
     texts = Texts(20)
     texts.keep([1] * 64)

@@ -6,6 +6,7 @@ Followers are processes, which import torch first: all tests with them are slow.
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -208,6 +209,9 @@ def test_every_setting_of_the_oracle(followers: Followers, models: Models, dtype
                 drafter = drafters(one, expected)[which]
                 found = generated(target, [drafter], [requests], num_kv_slots=256, max_num_batched_tokens=23)
                 assert_equal(found, expected)
+                assert total(found, "num_accepted") > 0 or which == "random"
+            plain = [replace(request, speculation=False) for request in requests]
+            assert_equal(generated(target, [drafters(one, expected)["half"]], [plain]), expected)
 
 
 @pytest.mark.slow

@@ -61,9 +61,13 @@ def test_invisible_characters_and_the_dotted_i_change_no_word(written: str, plai
 
 def test_an_id_names_the_rules_of_its_index() -> None:
     """An index of earlier rules must be read by them; one of later rules must not be read at all."""
-    ids = [Analyzer(ENGLISH.config, rules).id for rules in (1, RULES)]
-    assert ids[0] == "english/1/42e39f45614a" and [rules_of(each) for each in ids] == [1, RULES]
-    assert ids[1] == ENGLISH.id and rules_of(f"english/{RULES + 1}/42e39f45614a") == rules_of("?") == RULES
+    ids = [Analyzer(ENGLISH.config, rules).id for rules in (1, 2, RULES)]
+    assert ids[:2] == ["english/1/42e39f45614a", "english/2/42e39f45614a"] and [rules_of(each) for each in ids] == [
+        1,
+        2,
+        RULES,
+    ]
+    assert ids[2] == ENGLISH.id and rules_of(f"english/{RULES + 1}/42e39f45614a") == rules_of("?") == RULES
 
 
 def test_accents_are_folded_only_where_they_are_often_left_out() -> None:
@@ -154,3 +158,12 @@ def test_threads_may_share_an_analyzer() -> None:
     with ThreadPoolExecutor(4) as pool:
         for _ in range(3):
             assert list(pool.map(ENGLISH.terms, texts)) == expected
+
+
+def test_a_number_with_dots_is_a_term_beside_its_parts() -> None:
+    """Who asked about version 8.1.0 was shown the versions with a 0 and a 1; an index of earlier rules must not be asked for it."""
+    text = "Version v8.1.0 (of 2025) needs 10.2."
+    parts = ["version", "v8", "1", "0", "of", "2025", "need", "10", "2"]
+    assert ENGLISH.terms(text) == [*parts, "8.1.0", "10.2"]
+    assert Analyzer(ENGLISH.config, rules=2).terms(text) == parts
+    assert ENGLISH.terms("1.2.3.") == ["1", "2", "3", "1.2.3"] and ENGLISH.terms("..1 2..") == ["1", "2"]

@@ -365,6 +365,10 @@ def test_a_row_with_the_id_of_an_earlier_one_is_named(tmp_path: Path, kind: str)
     assert [row.text for row in read_file(path, path.name, unread)] == ["Row 1.", "Row 2.", "Row 4."]
     line = 3 if kind == "jsonl" else 4
     assert [str(each) for each in unread] == [f"line {line}: an earlier row has its id, 'a'"]
+    assert sum(each.is_doubled for each in unread) == 1
+    if kind == "csv":
+        path.write_text("id,text\na,\na,Row 2.\n")
+        assert [row.text for row in read_file(path, path.name)] == ["Row 2."]
     write("a", "a", "a")
     with pytest.raises(InputError, match="an earlier row has its id, 'a'"):
         list(read_file(path, path.name))
@@ -385,18 +389,37 @@ def test_readmes_without_a_suffix_are_read_and_other_files_are_named(tmp_path: P
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("The mill opens at nine.")
     (tmp_path / "lost.txt").symlink_to(tmp_path / "nothing.txt")
+    (tmp_path / "loop.txt").symlink_to(tmp_path / "loop.txt")
     found = find_files([tmp_path])
     assert [path.name for path, _ in found] == ["NEWS.Debian", "README"]
-    assert [path.name for path in passed_over([tmp_path])] == ["Makefile", "logo.png", "lost.txt", "data.bin"]
+    assert [path.name for path in passed_over([tmp_path])] == [
+        "Makefile",
+        "logo.png",
+        "loop.txt",
+        "lost.txt",
+        "data.bin",
+    ]
     assert next(read_file(tmp_path / "README", "README")).text == "The mill opens at nine."
 
 
-@pytest.mark.parametrize("heading", ["4.18.2 / 2022-10-08", "v3.2.5", "1.11.0 (2022-03-14)", "Master (Unreleased)"])
+@pytest.mark.parametrize(
+    "heading",
+    [
+        "4.18.2 / 2022-10-08",
+        "v3.2.5",
+        "1.11.0 (2022-03-14)",
+        "Master (Unreleased)",
+        "2.0.0 (March 2022)",
+        "Version 1.2.3",
+    ],
+)
 def test_a_release_is_no_title_of_all_changes(tmp_path: Path, heading: str) -> None:
     """Whoever asked in which version something changed was told the first one, below each quote."""
     text = f"## 1.11.20\n\nFixed the mill.\n\n# {heading}\n\nAdded the mill.\n"
     assert read_as(tmp_path, "HISTORY.md", text).title == "HISTORY"
-    assert read_as(tmp_path, "root.md", "# 3.14 The root directory\n\nIt is small.").title == "3.14 The root directory"
+    assert read_as(tmp_path, "one.md", f"# {heading}\n\nAdded the mill.\n").title == heading
+    numbered = "# 3.14 The root directory\n\nIt is small.\n\n## 3.14.1 Purpose of 12 files\n\nThey boot."
+    assert read_as(tmp_path, "root.md", numbered).title == "3.14 The root directory"
 
 
 def test_settings_are_read_where_they_are_named(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from torch import Tensor
 from ragspec.drafting.acceptance import ChildAcceptance, Guess
 from ragspec.drafting.children import ChildSampler, DrawnChildren
 from ragspec.drafting.drafter import SequenceView
+from ragspec.errors import ConfigError
 from ragspec.numerics.attention import PAGE, AttentionMetadata, Ints, make_tiles
 from ragspec.tree import Origin, Proposal
 
@@ -97,11 +98,12 @@ def make_shape(
     static: Sequence[tuple[int, ...]] = STATIC_TREE,
     num_nodes: int | None = None,
 ) -> TreeShape:
-    """`name`: chain, static or dynamic. `static`: the tree of that name. `num_nodes`: of a dynamic tree."""
-    assert name in ("chain", "static", "dynamic"), name
+    """`static`: the tree of that name. `num_nodes`: of a dynamic tree. Raises: ConfigError for an unknown name."""
     if name == "static":
         return StaticShape(static)
-    return TreeShape(1, 1, max_depth) if name == "chain" else TreeShape(num_children, width, max_depth, num_nodes)
+    if name in ("chain", "dynamic"):
+        return TreeShape(1, 1, max_depth) if name == "chain" else TreeShape(num_children, width, max_depth, num_nodes)
+    raise ConfigError(f"unknown tree shape {name!r}; there are: chain, static, dynamic")
 
 
 class NewRows(NamedTuple):

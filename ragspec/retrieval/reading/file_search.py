@@ -51,7 +51,8 @@ def passed_over(inputs: Iterable[str | Path], known: Collection[str] = ()) -> li
     found = {
         file for file, folder in files if not _is_hidden(file, folder) and not (is_readable(file) and file.is_file())
     }
-    return sorted(file for file in found if str(file.resolve()) not in known)
+    # Why not resolve: it refuses a link to itself
+    return sorted(file for file in found if os.path.realpath(file) not in known)
 
 
 def is_readable(file: Path, given: str = "") -> bool:
@@ -80,7 +81,9 @@ def _search(given: Path, allow_none: bool) -> list[tuple[Path, str]]:
         return _named(given, _walk(given), "", allow_none)
     if given.exists():
         if not is_readable(given, given.name):
-            raise InputError(f"{given} is of no kind that can be indexed ({_KINDS}); as .txt any text can")
+            raise InputError(
+                f"{given} is of no kind that can be indexed ({_KINDS}); plain text can under a name with .txt"
+            )
         if not given.is_file():  # Why: opening a named pipe waits for ever
             raise InputError(f"{given} is not a plain file")
         return [(given, given.name)]

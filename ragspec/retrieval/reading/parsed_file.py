@@ -28,9 +28,9 @@ MAX_BYTES = 512 * 1024**2
 
 _MAX_HEADING_CHARS = 200  # Why: every passage of a section carries its heading; longer titles are paragraphs
 _RELEASE = re.compile(
-    r"(?i)\[?v?\d+(?:\.\d+)+[\w.+-]*\]?(?:[\s/(–—:,-]*\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}\)?)?|.{0,20}\bunreleased\b.{0,20}"
+    r"(?i)(?:\w+ )?[\[(]?v?\d+(?:\.\d+)+[\w.+-]*[\])]?(?:\s*[-–—:/(,\[][^\n]*\d{2}[^\n]*)?|(?:\w+ )?[\[(]?unreleased[\])]?"
 )
-"""The title of a release in a list of changes, "1.11.0 (2022-03-14)"."""
+"""The heading of a release in a list of changes, "1.11.0 (2022-03-14)"."""
 _CONTROL = re.compile(r"[\x01-\x06\x0e-\x1a\x1c-\x1f\x7f]")
 _HEAD_CHARS, _MOST_CONTROL = 4096, 0.05
 
@@ -90,11 +90,12 @@ _UNREADABLE = frozenset({"Cc", "Co", "Cn"})
 
 class Unread(NamedTuple):
     """A part of a file that was not read. `place`: a page, a line, or empty for the whole file. `page`: a page that text
-    recognition could read, or 0."""
+    recognition could read, or 0. `is_doubled`: a row with the id of an earlier one."""
 
     place: str
     reason: str
     page: int = 0
+    is_doubled: bool = False
 
     def __str__(self) -> str:
         return f"{self.place}: {self.reason}" if self.place else self.reason
@@ -235,9 +236,11 @@ def heading(start: int, level: int, text: str, anchor: str = "") -> list[Heading
 
 
 def first_title(headings: Sequence[Heading]) -> str:
-    """The first heading of the highest level, 1; none where it is a release: it would name the changes of all others."""
+    """The first heading of the highest level, 1; none where it is one of several releases, and would name the changes of all."""
     first = next((heading.text for heading in headings if heading.level == 1), "")
-    return "" if _RELEASE.fullmatch(first) else first
+    if _RELEASE.fullmatch(first) and sum(_RELEASE.fullmatch(heading.text) is not None for heading in headings) > 1:
+        return ""
+    return first
 
 
 def one_line(text: str) -> str:

@@ -49,23 +49,24 @@ def read_jsonl(path: Path, name: str, unread: list[Unread]) -> Iterator[Document
                 continue
             try:
                 document = _json_document(_parsed(content), f"{name}:{number}")
-                if document.id in ids:
-                    raise InputError(_doubled(document.id))
+                bad = _doubled(number, document.id) if document.id in ids else None
             except InputError as cause:
-                num_bad += 1
-                if num_bad <= _MAX_UNREAD:
-                    unread.append(Unread(f"line {number}", str(cause)))
-            else:
+                bad = Unread(f"line {number}", str(cause))
+            if bad is None:
                 ids.add(document.id)
                 yield document
+                continue
+            num_bad += 1
+            if num_bad <= _MAX_UNREAD:
+                unread.append(bad)
     if num_bad > len(ids):
         raise InputError(f"{path}, {unread[0]}")
     if num_bad > _MAX_UNREAD:
-        unread.append(Unread(f"{num_bad - _MAX_UNREAD} more lines", "they cannot be read either"))
+        unread.append(Unread(f"{num_bad - _MAX_UNREAD} more lines", "left out too"))
 
 
-def _doubled(document_id: str) -> str:
-    return f"an earlier row has its id, {document_id!r}"
+def _doubled(line: int, document_id: str) -> Unread:
+    return Unread(f"line {line}", f"an earlier row has its id, {document_id!r}", is_doubled=True)
 
 
 def _json_document(row: dict[str, Any], default_id: str) -> Document:
@@ -128,11 +129,13 @@ def read_csv(path: Path, name: str, unread: list[Unread]) -> Iterator[Document]:
                     unread.append(Unread(f"line {line}", f"{len(cells)} cells below {len(header)} columns"))
                 elif row := _named_cells(header, cells):
                     given, has_text = row.get("id", ""), "text" in header
+                    if has_text and "text" not in row:
+                        continue
                     own_id = given if given and has_text else f"{name}:{given or line}"
                     if own_id in ids and has_text:
                         num_doubled += 1
                         if num_doubled <= _MAX_UNREAD:
-                            unread.append(Unread(f"line {line}", _doubled(own_id)))
+                            unread.append(_doubled(line, own_id))
                         continue
                     if own_id in ids:
                         while own_id in ids:
@@ -144,6 +147,8 @@ def read_csv(path: Path, name: str, unread: list[Unread]) -> Iterator[Document]:
                     yield from _csv_document(row, own_id, has_text)
     except UnicodeDecodeError as cause:
         raise InputError(f"{path}: not {encoding_name(cause)} text") from cause
+    if num_doubled > _MAX_UNREAD:
+        unread.append(Unread(f"{num_doubled - _MAX_UNREAD} more lines", "left out too"))
     if (num_doubled > len(ids) or not ids) and (places := [each for each in unread if each.place]):
         raise InputError(f"{path}, {places[0]}")
 

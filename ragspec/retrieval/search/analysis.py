@@ -77,9 +77,10 @@ class LanguageDetector:
 if TYPE_CHECKING:
     import tantivy
 
-RULES = 2
+RULES = 3
 """The rules of a new index, part of every analyzer's id. A change of terms needs a new number, and the old rules stay here:
-an index is searched and added to by the rules in its manifest. Rules 2 remove invisible characters, and fold İ to i."""
+an index is searched and added to by the rules in its manifest. Rules 2 remove invisible characters, and fold İ to i. By rules 3
+a number with dots, such as a version, is a term beside its parts."""
 
 _INVISIBLE = (
     "\u00ad\u034f\u061c\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff\U000e0000-\U000e0fff"
@@ -105,6 +106,7 @@ _PROBE = (
 _SCRIPT_PROBES = ("Τα βιβλία των παιδιών", "книги читались детьми", "الكتب والمدارس", "புத்தகங்கள் வீடுகள்")
 _WORD = r"[\p{Alphabetic}\p{M}\p{N}]+"  # Why not tantivy's simple tokenizer: it splits हिन्दी at its virama
 _ASCII_RUN = re.compile(r"[^\x00-/:-@\[-`{-\x7f]+")
+_DOTTED_NUMBER = re.compile(r"(?<![\d.])\d+(?:\.\d+)+(?!\.?\d)", re.ASCII)
 _WORDS_KEPT, _LONGEST_KEPT = 65_536, 64
 
 
@@ -135,18 +137,18 @@ class Analyzer:
         return f"{self.config.language}{stop_words}/{self.rules}/{digest}"
 
     def terms(self, text: str, *, own_only: bool = False) -> list[str]:
-        """The terms of `text` with repetitions: words in their order, then pairs of characters.
+        """The terms of `text` with repetitions: words in their order, then numbers with dots, then pairs of characters.
 
         With language "auto", the text's own stems stand first, then the English stems that are none of them; `own_only` leaves
         these out, so that a word is one term.
         """
         if not text.isascii():
             text = _normalized(text, self.rules)
-        if text.isascii():
-            return self._with_own_stems(text, self._words.analyze(text), own_only)
-        runs = _UNSPACED.findall(text)
+        runs = [] if text.isascii() else _UNSPACED.findall(text)
         spaced = _UNSPACED.sub(" ", text) if runs else text
         terms = self._with_own_stems(spaced, self._words.analyze(spaced), own_only)
+        if self.rules > 2:
+            terms += _DOTTED_NUMBER.findall(spaced)
         for run in runs:
             terms += [run[i : i + 2] for i in range(max(1, len(run) - 1))]
             if len(run) > 1:
@@ -169,7 +171,7 @@ class Analyzer:
 def rules_of(analyzer_id: str) -> int:
     """The rules that an analyzer's id names; today's if this version knows no such rules, so that the ids differ."""
     found = analyzer_id.split("/")[1:2]
-    return 1 if found == ["1"] else RULES
+    return next((rules for rules in range(1, RULES) if found == [str(rules)]), RULES)
 
 
 def _normalized(text: str, rules: int) -> str:
