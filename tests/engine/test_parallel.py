@@ -209,7 +209,7 @@ def test_every_setting_of_the_oracle(followers: Followers, models: Models, dtype
                 drafter = drafters(one, expected)[which]
                 found = generated(target, [drafter], [requests], num_kv_slots=256, max_num_batched_tokens=23)
                 assert_equal(found, expected)
-                assert total(found, "num_accepted") > 0 or which == "random"
+                assert total(found, "num_accepted") > 0 or which != "half"
             plain = [replace(request, speculation=False) for request in requests]
             assert_equal(generated(target, [drafters(one, expected)["half"]], [plain]), expected)
 
