@@ -161,7 +161,7 @@ def test_threads_may_share_an_analyzer() -> None:
 
 
 def test_a_number_with_dots_is_a_term_beside_its_parts() -> None:
-    """Who asked about version 8.1.0 was shown the versions with a 0 and a 1; an index of earlier rules must not be asked for it."""
+    """Who asked about version 8.1.0 was shown others with a 0 and a 1; an index of earlier rules must not be asked for it."""
     text = "Version v8.1.0 (of 2025) needs 10.2."
     parts = ["version", "v8", "1", "0", "of", "2025", "need", "10", "2"]
     assert ENGLISH.terms(text) == [*parts, "8.1.0", "10.2"]
