@@ -129,7 +129,7 @@ def with_eos(case: Case, bias: float) -> SamplingParams:
 
 
 def ends_in_the_middle(case: Case, least: int) -> Iterator[tuple[SamplingParams, Plain, tuple[int, ...]]]:
-    """Parameters under which EOS comes in the middle, after so many tokens; what is said then, and what without an end."""
+    """Parameters whose output ends by EOS after `least` tokens or more, that output, and its tokens where EOS is ignored."""
     target, prompt = case[0], case[0].tokenizer(PROMPT).input_ids
     for seed in range(60):
         params = replace(with_eos(case, 4.0), seed=seed)

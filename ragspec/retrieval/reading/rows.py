@@ -15,7 +15,7 @@ import json
 import re
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -137,12 +137,7 @@ def read_csv(path: Path, name: str, unread: list[Unread]) -> Iterator[Document]:
                         if num_doubled <= _MAX_UNREAD:
                             unread.append(_doubled(line, own_id))
                         continue
-                    if own_id in ids:
-                        while own_id in ids:
-                            own_id += f":{line}"
-                        if len(unread) < _MAX_UNREAD:
-                            told = f"an earlier row has the id or line of line {line}, which is named {own_id}"
-                            unread.append(Unread("", told))
+                    own_id = _unique_id(own_id, line, ids, unread)
                     ids.add(own_id)
                     yield from _csv_document(row, own_id, has_text)
     except UnicodeDecodeError as cause:
@@ -151,6 +146,16 @@ def read_csv(path: Path, name: str, unread: list[Unread]) -> Iterator[Document]:
         unread.append(Unread(f"{num_doubled - _MAX_UNREAD} more lines", "left out too"))
     if (num_doubled > len(ids) or not ids) and (places := [each for each in unread if each.place]):
         raise InputError(f"{path}, {places[0]}")
+
+
+def _unique_id(own_id: str, line: int, ids: Collection[str], unread: list[Unread]) -> str:
+    """An id made of the file's name, with the line behind it where an earlier row has the same."""
+    unique = own_id
+    while unique in ids:
+        unique += f":{line}"
+    if unique != own_id and len(unread) < _MAX_UNREAD:
+        unread.append(Unread("", f"an earlier row has the id or line of line {line}, which is named {unique}"))
+    return unique
 
 
 def _csv_rows(lines: TextIO, delimiter: str, line: int, unread: list[Unread]) -> Iterator[tuple[int, list[str]]]:
