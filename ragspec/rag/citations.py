@@ -2,8 +2,8 @@
 
 A citation is a span of the answer and an equal span of a passage, compared character by character without normalisation.
 Under the grammar, the quote at the beginning of an answer is what `ragspec.rag.quotable` allows of a passage, followed by that
-passage's number. Everything behind the number is free, and so is an answer that begins in another way. Drafts change no token:
-the grammar holds with speculation and without.
+passage's number and, at most, a short answer in words of the quote. An answer that begins in another way is free. Drafts change no
+token: the grammar holds with speculation and without.
 
     >>> find_citations('It rained: "The storm came in at dawn." [1]', passages)
     >>> Request(..., grammar=answer_grammar(params, speculation, prompt.passages))
@@ -20,6 +20,7 @@ from itertools import pairwise
 
 from ragspec.core import Citation, Passage, SamplingParams
 from ragspec.rag.quotable import quotable_runs
+from ragspec.rag.wording import DASH
 from ragspec.retrieval.chunking import Span
 from ragspec.speculation import AcceptanceRule, Speculation
 
@@ -273,6 +274,8 @@ _FREE = r"""
 FREE: /(\s*[^"\s](.|\n)*)?/
 REST: /(.|\n)*/
 """
+_MAX_HELD_SPANS = 200
+"""Of all passages: short answers behind more take longer than 0.1 s to compile, and are left out."""
 _NO_SPACE_AT_ENDS = r"NO_SPACE_AT_ENDS: /\S((.|\n)*\S)?/"
 
 
@@ -283,9 +286,10 @@ def answer_grammar(
     *,
     left_out: Collection[str] = (),
     quotes: str = "blocks",
+    short_answers: str = "quoted",
 ) -> str:
-    """The grammar of an answer from passages; empty where quotes are free. `left_out`: texts that are not quoted. `quotes`: as in
-    `TextRules`; of "words", nothing is left out.
+    """The grammar of an answer from passages; empty where quotes are free. `left_out`: texts that are not quoted. `quotes`,
+    `short_answers`: as in `TextRules`; of "words", nothing is left out and short answers are free.
 
     They are free if they are asked to be, beside a JSON schema or `ignore_eos`, and under the published acceptance rules.
     """
@@ -294,7 +298,7 @@ def answer_grammar(
         return ""
     if quotes == "words":
         return _word_grammar(passages)
-    return quote_grammar(passages, left_out, by_blocks=quotes == "blocks")
+    return quote_grammar(passages, left_out, by_blocks=quotes == "blocks", holds_short=short_answers == "quoted")
 
 
 def _word_grammar(passages: Sequence[Passage]) -> str:
@@ -306,22 +310,46 @@ def _word_grammar(passages: Sequence[Passage]) -> str:
     return f"start: {' | '.join(['FREE', *rules])}{_FREE}" + "\n".join(words)
 
 
-def quote_grammar(passages: Sequence[Passage], left_out: Collection[str] = (), *, by_blocks: bool = True) -> str:
-    """A grammar in llguidance's dialect of Lark. `passages`: numbered from 1, as in the prompt."""
-    named = ((f"PASSAGE_{number}", passage) for number, passage in enumerate(passages, start=1))
-    runs = {name: own for name, passage in named if (own := _chunk_runs(passage, left_out, by_blocks))}
-    rules = [f'/\\s*/ "\\"" {name} "\\" [{name.removeprefix("PASSAGE_")}]" REST' for name in runs]
-    spans = []
-    for name, own in runs.items():
-        each = [f'{name}_{n}: %regex {{ "substring_chunks": {json.dumps(run)} }}' for n, run in enumerate(own)]
-        spans += [f"{name}: ({' | '.join(f'{name}_{n}' for n in range(len(own)))}) & NO_SPACE_AT_ENDS", *each]
-    return f"start: {' | '.join(['FREE', *rules])}{_FREE}" + "\n".join([_NO_SPACE_AT_ENDS, *spans])
+def quote_grammar(
+    passages: Sequence[Passage], left_out: Collection[str] = (), *, by_blocks: bool = True, holds_short: bool = True
+) -> str:
+    """A grammar in llguidance's dialect of Lark. `passages`: numbered from 1, as in the prompt. `holds_short`: behind a quote of up
+    to three spans stands at most some words of one of them, and nothing behind a longer quote."""
+    rules, terminals = ["FREE"], [_NO_SPACE_AT_ENDS]
+    numbered = [(n, p, quotable_runs(p, left_out, by_blocks=by_blocks)) for n, p in enumerate(passages, start=1)]
+    is_short = sum(len(run) for _, _, runs in numbered for run in runs) <= _MAX_HELD_SPANS
+    for number, passage, runs in numbered:
+        if runs:
+            rules.append(_after_quote(f"PASSAGE_{number}", number, "" if holds_short else "REST"))
+            terminals += _parts(f"PASSAGE_{number}", [_chunks(passage.text, run) for run in runs])
+        for n, run in enumerate(runs if holds_short and is_short else ()):
+            words = [f"WORDS_{number}_{n}_{m}" for m in range(len(run))]
+            for name, span in zip(words, run, strict=True):
+                terminals += _parts(name, [_value_or_piece().findall(passage.text, *span)])
+            for first, last in ((at, to) for at in range(len(run)) for to in range(at, min(at + 3, len(run)))):
+                quote, text = f"QUOTE_{number}_{n}_{first}_{last}", passage.text[run[first][0] : run[last][1]]
+                terminals.append(f"{quote}: {json.dumps(text, ensure_ascii=False)}")
+                rules.append(_after_quote(quote, number, f'" {DASH} " ({" | ".join(words[first : last + 1])}) "."?'))
+    return f"start: {' | '.join(rules)}{_FREE}" + "\n".join(terminals)
 
 
-def _chunk_runs(passage: Passage, left_out: Collection[str], by_blocks: bool) -> list[list[str]]:
-    """The runs of quotable spans, each span and each gap between two a text."""
-    runs = []
-    for run in quotable_runs(passage, left_out, by_blocks=by_blocks):
-        borders = [at for span in run for at in span]
-        runs.append([passage.text[start:end] for start, end in pairwise(borders) if start < end])
-    return runs
+def _after_quote(quote: str, number: int, rest: str) -> str:
+    return f'/\\s*/ "\\"" {quote} "\\" [{number}]" {rest}'
+
+
+def _parts(name: str, runs: list[list[str]]) -> list[str]:
+    """The terminal `name`: neighbouring texts of one run, without white space at their ends."""
+    each = [f'{name}_OF_{n}: %regex {{ "substring_chunks": {json.dumps(run)} }}' for n, run in enumerate(runs)]
+    return [f"{name}: ({' | '.join(f'{name}_OF_{n}' for n in range(len(runs)))}) & NO_SPACE_AT_ENDS", *each]
+
+
+def _chunks(text: str, run: Sequence[Span]) -> list[str]:
+    """Each span and each gap between two."""
+    borders = [at for span in run for at in span]
+    return [text[start:end] for start, end in pairwise(borders) if start < end]
+
+
+@functools.cache
+def _value_or_piece() -> re.Pattern[str]:
+    """Matches a number with dots, commas or colons inside, or what `_piece` matches."""
+    return re.compile(rf"\d+(?:[.,:]\d+)+|{_piece().pattern}".replace("(?P<word>", "(?:"), re.DOTALL)

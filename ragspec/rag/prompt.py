@@ -251,7 +251,10 @@ class PromptBuilder:
         where answers do not begin with quotes."""
         if not self.quotes_first:
             return ""
-        return answer_grammar(params, speculation, passages, left_out=left_out, quotes=self.rules.quotes)
+        rules = self.rules
+        return answer_grammar(
+            params, speculation, passages, left_out=left_out, quotes=rules.quotes, short_answers=rules.short_answers
+        )
 
     def build(
         self,

@@ -64,7 +64,7 @@ GRAMMAR_REQUEST = "Correct the grammar: "
 QUESTION = "Question: "
 LEAST_FOUND = 0.5
 """Calibrated score of the best passage from which a quote counts as the answer."""
-_DASH = "–"
+DASH = "–"
 """Before a short answer: the answer then begins with a space and has the same tokens as in the middle of its sentence."""
 
 FollowUps = Literal["carried", "cited"]
@@ -83,7 +83,7 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s")
 _GOES_ON = re.compile(r"\b(?:but|however|though|although|yet)\b|[;:]", re.IGNORECASE)
 """Behind these a sentence may claim what no passage says."""
 
-_ANSWER = re.compile(rf'^"(?P<quote>.*)" \[(?P<passage>\d+)\](?:\s*{_DASH})?\s*(?P<short>.*)$', re.DOTALL)
+_ANSWER = re.compile(rf'^"(?P<quote>.*)" \[(?P<passage>\d+)\](?:\s*{DASH})?\s*(?P<short>.*)$', re.DOTALL)
 
 
 class QuotedAnswer(NamedTuple):
@@ -155,7 +155,7 @@ def grammar_messages(sentence: str) -> list[Message]:
 def quoted_answer(quote: str, passage: int, short: str = "") -> str:
     """Evidence first: the quoted sentence, its passage's number, then the short answer, if there is one."""
     answer = f'"{quote}" [{passage}]'
-    return f"{answer} {_DASH} {short.rstrip('.')}." if short else answer
+    return f"{answer} {DASH} {short.rstrip('.')}." if short else answer
 
 
 def parse_answer(text: str) -> QuotedAnswer | None:
@@ -221,6 +221,7 @@ class TextRules:
     `follow_ups`: "cited": a follow-up's own words find a further passage in the documents that the latest answer cites, and
     choose the likely quotes; "carried": it keeps a passage that the latest answers cite, and the names that it lacks choose too.
     `says_none_found`: whether NOTHING_CLOSE is said where the search finds no passage; else the target answers from memory.
+    `short_answers`: "quoted": what follows a quote is words of that quote; "free": any text.
     """
 
     quotes: Literal["blocks", "sentences", "words"] = "sentences"
@@ -233,6 +234,7 @@ class TextRules:
     places: bool = False
     follow_ups: FollowUps = "carried"
     says_none_found: bool = False
+    short_answers: Literal["quoted", "free"] = "free"
 
     @classmethod
     def of(cls, target: TargetConfig, layout: str) -> Self:
@@ -241,14 +243,15 @@ class TextRules:
         languages = (ENGLISH,) if adapter == DEFAULT_ADAPTER else ()
         name = f"{target.model}, adapter {target.adapter}"
         fit = AnswerFit.read(target.fit_file)
-        newer: Any = {"symbols": True, "places": True, "follow_ups": "cited", "says_none_found": True}
+        newer: Any = {"symbols": True, "places": True, "follow_ups": "cited", "says_none_found": True,
+            "short_answers": "quoted"}  # fmt: skip
         return cls("blocks", fit, languages=languages, target=name, layout=layout, **newer)
 
     def with_target_of(self, own: TextRules) -> TextRules:
         """These rules in a conversation that goes on with the target of `own`, which may be another than it was begun with."""
         if self.target == own.target or self == FORMER_RULES:
             return self
-        kept = ("quotes", "routing", "symbols", "places", "follow_ups", "says_none_found")
+        kept = ("quotes", "routing", "symbols", "places", "follow_ups", "says_none_found", "short_answers")
         return replace(own, **{name: getattr(self, name) for name in kept})
 
     @classmethod
