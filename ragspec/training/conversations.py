@@ -42,6 +42,7 @@ class AnswerEncoder:
         self._prompts = PromptBuilder(tokenizer, _ANY_LENGTH)
         own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         self._eos_ids, self._own_end = frozenset(own if eos_ids is None else eos_ids), own
+        ((self.mark, *_),) = self._prompts.plain_ids(['"'])
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Tokens up to the next answer. Raises: InputError unless the last message is the user's."""

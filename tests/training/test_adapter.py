@@ -54,7 +54,7 @@ def tiny_model() -> LlamaForCausalLM:
 
 
 def row_of(*groups: list[Encoded], length: int = 4_000) -> Row:
-    row = Row(length)
+    row = Row(length, ENCODER.mark)
     for group in groups:
         row.add(group)
     return row
@@ -93,8 +93,33 @@ def test_what_does_not_fit_is_left_out_whole() -> None:
     assert [token.id for token in row.tokens] == texts[0].ids
 
 
+def test_a_row_knows_which_text_each_answer_quotes() -> None:
+    """A head that learns to look at the same words of an answer before, of another row, or at nothing."""
+    *_, last = conversations(list(SENTENCES))
+    again = [Message("user", "And the dog?"), Message("assistant", quoted_answer(SENTENCES[1], 2))]
+    refused = Conversation([*question_messages("Who?", list(SENTENCES)), Message("assistant", ABSTENTION)])
+    dialogue, none = ENCODER.encode(Conversation([*last.messages, *again])), ENCODER.encode(refused)
+    row, other = row_of(encoded(["Nobody came."]), encoded(list(SENTENCES)), [dialogue], [none]), row_of(encoded([SENTENCES[0]]))
+    batch = collate([other, row])
+    found = [(n, batch.inputs["input_ids"][n]) for n in batch.looks[:, 0].tolist()]
+    quoted = [TOKENIZER.decode(ids[look[2] : look[3]]) for (_, ids), look in zip(found, batch.looks, strict=True)]
+    assert [n for n, _ in found] == [0] + 6 * [1]
+    wanted = [SENTENCES[0], "Nobody came.", *SENTENCES, SENTENCES[2], SENTENCES[1]]
+    assert all(text.rstrip(".")[2:] in each for text, each in zip(wanted, quoted, strict=True)), quoted
+    assert all(ids[mark] == ENCODER.mark for (_, ids), mark in zip(found, batch.looks[:, 1], strict=True))
+    beginning = next(at for at, token in enumerate(row.tokens) if token.group == 1 and token.member == 1)
+    assert all(end <= beginning for _, _, _, end in batch.looks[2:5].tolist())
+
+
+def test_a_head_learns_to_look_at_the_quoted_text() -> None:
+    """A loss of another head, or of places that the row does not have."""
+    plan = AdapterPlan(total_tokens=6_000, peak_lr=3e-3)
+    records = list(AdapterTrainer(tiny_model(), draw_row, plan, SINGLE_WORKER, retrieval_head=(1, 1)).run())
+    assert records[-1]["missed"] < 0.7 * records[0]["missed"] and records[-1]["loss"] < 0.7 * records[0]["loss"]
+
+
 def draw_row(rng: random.Random) -> Row:
-    row = Row(400)
+    row = Row(400, ENCODER.mark)
     row.add(encoded(rng.sample(SENTENCES, 1)))
     return row
 

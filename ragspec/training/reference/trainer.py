@@ -3,6 +3,9 @@
 A row holds groups of conversations that share a beginning. Each conversation sees the beginning and itself only, and its
 positions go on from the beginning: it reads as if it were alone.
 
+The fit of an adapter names a head whose attention chooses quotes (`ragspec.rag.retrieval_head`): from the quotation mark that begins
+an answer, this head is taught to look at the text that is quoted.
+
 A linear layer becomes y = W x + (alpha / rank) B A x, with A and B in float32 beside frozen weights.
 Source: Hu et al., LoRA (arXiv 2106.09685).
 
@@ -26,6 +29,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ragspec.disk import atomic_writer, saving
 from ragspec.errors import ConfigError
@@ -40,6 +44,10 @@ CONFIG = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha"
     "use_rslora": False, "use_dora": False, "fan_in_fan_out": False, "inference_mode": True, "modules_to_save": None,
     "rank_pattern": {}, "alpha_pattern": {}, "target_modules": list(MODULES)}  # fmt: skip
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+LOOK_WEIGHT = 2.0
+"""Of the head's attention on a quote, beside the loss of a token."""
+LEAST_MATCH = 3
+"""Tokens, by which a quote is found in its prompt."""
 GPU_ROWS, NUM_QUERIES = 16, 128
 """Rows computed together on a GPU; queries that attend together on a processor, which computes rows one by one."""
 BLOCKS = "ragspec_causal"
@@ -48,13 +56,14 @@ BLOCKS = "ragspec_causal"
 class RowBatch(NamedTuple):
     """`inputs`: token ids and positions int64 [R, T], and who sees whom, bool [R, 1, T, T], by the model's names.
 
-    Shapes: targets int64 [R, T], the next token or -100; weights float32 [R, T], of the targets' losses. Padding on the right
-    sees itself.
+    Shapes: targets int64 [R, T], the next token or -100; weights float32 [R, T], of the targets' losses; looks int64 [quotes, 4]:
+    row, place of the mark, first place of the quoted text, and the one behind its last. Padding on the right sees itself.
     """
 
     inputs: dict[str, Tensor]
     targets: Tensor
     weights: Tensor
+    looks: Tensor
 
     @property
     def num_learnt(self) -> int:
@@ -75,11 +84,13 @@ PADDING = Token(0, False, -1, 0, 0)
 
 
 class Row:
-    """Up to `length` tokens."""
+    """Up to `length` tokens. `looks`: of each answer that quotes its prompt, the places of its first token and of the quoted text."""
 
-    def __init__(self, length: int) -> None:
-        self.length = length
+    def __init__(self, length: int, mark: int | None = None) -> None:
+        """`mark`: the token that begins an answer with a quote."""
+        self.length, self._mark = length, mark
         self.tokens: list[Token] = []
+        self.looks: list[tuple[int, int, int]] = []
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -97,9 +108,29 @@ class Row:
             kept, shared = [*kept, each], fewer
         number = self.tokens[-1].group + 1 if self.tokens else 0
         parts = [(kept[0], 0, shared)] if kept else []
+        begin = len(self.tokens)
         for member, (text, start, end) in enumerate([*parts, *((text, shared, len(text.ids)) for text in kept)]):
+            own = len(self.tokens) - start  # from a token's index in its text to its place in the row
             for at in range(start, end):
                 self.tokens.append(Token(text.ids[at], text.weights[at] > 0, number, member, at))
+            for places in quoted_places(text, self._mark) if start else ():
+                mark, first, last = (at + (begin if at < shared else own) for at in places)
+                self.looks.append((mark, first, last + 1))
+
+
+def quoted_places(text: Encoded, mark: int | None) -> Iterator[tuple[int, int, int]]:
+    """Of each answer that begins with the mark: its place, and the first and the last place of the longest text that stands in the
+    prompt as it does behind the mark. A text's first token may be another in the prompt, where a space stands before it."""
+    ids, learnt = text.ids, text.weights
+    for begin in (at for at in range(1, len(ids)) if ids[at] == mark and learnt[at] > 0 and learnt[at - 1] == 0):
+        quoted = ids[begin + 2 : next((at for at in range(begin, len(ids)) if learnt[at] == 0), len(ids))]
+        longest, first = LEAST_MATCH - 1, -1
+        for at in (at for at in range(1, begin) if quoted and ids[at] == quoted[0]):
+            same = zip(ids[at:begin], quoted, strict=False)
+            length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], same))
+            longest, first = (length, at) if length > longest else (longest, first)
+        if first > 0:
+            yield begin, first - 1, first + longest - 1
 
 
 def one_row(row: Row) -> int:
@@ -117,7 +148,9 @@ def collate(rows: Sequence[Row], device: str = "cpu") -> RowBatch:
     targets = torch.full_like(ids, -100)
     targets[:, :-1] = torch.where(learnt[:, 1:] > 0, ids[:, 1:], -100)
     weights = torch.where(learnt > 0, 1.0, FIRST_WEIGHT)  # a learnt token behind one that is not
-    return RowBatch({"input_ids": ids, "position_ids": positions, "attention_mask": sees[:, None]}, targets, weights)
+    looks = torch.tensor([(n, *look) for n, row in enumerate(rows) for look in row.looks], device=device).reshape(-1, 4)
+    inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": sees[:, None]}
+    return RowBatch(inputs, targets, weights, looks)
 
 
 DrawRow = Callable[[random.Random], Row]
@@ -152,10 +185,17 @@ class AdapterTrainer(Trainer[AdapterPlan, Row, RowBatch]):
         workers: WorkerGroup,
         num_processes: int = 0,
         base: str = "",
+        retrieval_head: tuple[int, int] | None = None,
     ) -> None:
-        """`base`: the model's name, for the adapter's files. Raises: ConfigError for a model without layers of known names."""
+        """`base`: the model's name, for the adapter's files. `retrieval_head`: layer and head that learn to look at quoted texts.
+
+        Raises: ConfigError for a model without layers of known names.
+        """
         self._base = base
         self.model, self._attention = model, model.config._attn_implementation
+        self._looking = model.model.layers[retrieval_head[0]].self_attn if retrieval_head else None
+        if retrieval_head and self._looking is not None:
+            self._looking.retrieval_head = retrieval_head[1]
         add_adapters(model, plan.seed)
         module = nn.ParameterDict({name.replace(".", "/"): p for name, p in adapter_parameters(model).items()})
         seed = f"{plan.seed}/{workers.rank}"
@@ -173,17 +213,30 @@ class AdapterTrainer(Trainer[AdapterPlan, Row, RowBatch]):
 
     def _backward(self, batch: RowBatch, num_learnt: float, noise: torch.Generator) -> list[float]:
         """The output layer reads the learnt places only."""
-        self.model.config._attn_implementation = BLOCKS if self.device == "cpu" else self._attention
+        self.model.config._attn_implementation = BLOCKS
         states = self.model.model(**batch.inputs, use_cache=False).last_hidden_state  # [R, T, H]
         learnt = batch.targets >= 0
         logits = self.model.lm_head(states[learnt]).float()  # [learnt, V]
         losses = nn.functional.cross_entropy(logits, batch.targets[learnt], reduction="none")
         loss = (losses * batch.weights[learnt]).sum() / num_learnt
-        torch.autograd.backward(loss)
-        return [float(loss.detach())]
+        missed = self._missed(batch)
+        torch.autograd.backward(loss + LOOK_WEIGHT * missed.sum() / num_learnt)
+        return [float(loss.detach()), float(missed.detach().sum()), len(missed)]
+
+    def _missed(self, batch: RowBatch) -> Tensor:
+        """The negative logarithm of the head's attention on each quoted text [quotes]; empty where no head learns to look."""
+        if self._looking is None:
+            return batch.weights.new_empty(0)
+        (queries, keys), self._looking.seen = self._looking.seen, None  # each [R, T, D]
+        rows, marks, firsts, ends = batch.looks.unbind(-1)
+        scores = torch.einsum("nd,ntd->nt", queries[rows, marks].float(), keys[rows].float()) * self._looking.scaling
+        scores = scores.masked_fill(~batch.inputs["attention_mask"][rows, 0, marks], -torch.inf)
+        places = torch.arange(scores.shape[1], device=scores.device)
+        is_quoted = (places >= firsts[:, None]) & (places < ends[:, None])
+        return scores.logsumexp(-1) - scores.masked_fill(~is_quoted, -torch.inf).logsumexp(-1)
 
     def _losses(self, sums: list[float]) -> dict[str, float]:
-        return {"loss": sums[0]}
+        return {"loss": sums[0], "missed": sums[1] / max(1.0, sums[2])}
 
     @torch.no_grad()
     def start_from(self, folder: Path) -> None:
@@ -297,11 +350,16 @@ def causal_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it, without the keys behind a block of queries: two thirds of the time of `sdpa` on a
-    processor.
+    processor, and `sdpa` elsewhere. Keeps queries and keys of a head that learns to look.
 
     Shapes: query [R, heads, T, D]; key, value [R, KV heads, T, D]; attention_mask bool [R, 1, T, T], False behind the diagonal;
     result [R, T, heads, D].
     """
+    head = getattr(module, "retrieval_head", None)
+    if head is not None:
+        module.seen = query[:, head], key[:, head * key.shape[1] // query.shape[1]]  # each [R, T, D]
+    if query.device.type != "cpu":
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling)
     assert query.shape[2] == key.shape[2], "a model that generates attends to keys of earlier calls"
     attend = partial(nn.functional.scaled_dot_product_attention, scale=scaling, enable_gqa=True)
     blocks = [(slice(at, at + NUM_QUERIES), slice(at + NUM_QUERIES)) for at in range(0, query.shape[2], NUM_QUERIES)]
