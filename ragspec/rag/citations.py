@@ -2,8 +2,8 @@
 
 A citation is a span of the answer and an equal span of a passage, compared character by character without normalisation.
 Under the grammar, the quote at the beginning of an answer is what `ragspec.rag.quotable` allows of a passage, followed by that
-passage's number and, at most, a short answer in words of the quote. An answer that begins in another way is free. Drafts change no
-token: the grammar holds with speculation and without.
+passage's number, and by a short answer in words of the quote or nothing. An answer that begins in another way is free. Drafts
+change no token: the grammar holds with speculation and without.
 
     >>> find_citations('It rained: "The storm came in at dawn." [1]', passages)
     >>> Request(..., grammar=answer_grammar(params, speculation, prompt.passages))
@@ -313,8 +313,8 @@ def _word_grammar(passages: Sequence[Passage]) -> str:
 def quote_grammar(
     passages: Sequence[Passage], left_out: Collection[str] = (), *, by_blocks: bool = True, holds_short: bool = True
 ) -> str:
-    """A grammar in llguidance's dialect of Lark. `passages`: numbered from 1, as in the prompt. `holds_short`: behind a quote of up
-    to three spans stands at most some words of one of them, and nothing behind a longer quote."""
+    """A grammar in llguidance's dialect of Lark. `passages`: numbered from 1, as in the prompt. `holds_short`: a quote of up to
+    three spans is followed by words of one of them or by nothing, a longer quote by nothing."""
     rules, terminals = ["FREE"], [_NO_SPACE_AT_ENDS]
     numbered = [(n, p, quotable_runs(p, left_out, by_blocks=by_blocks)) for n, p in enumerate(passages, start=1)]
     is_short = sum(len(run) for _, _, runs in numbered for run in runs) <= _MAX_HELD_SPANS

@@ -99,8 +99,8 @@ def test_a_row_knows_which_text_each_answer_quotes() -> None:
     again = [Message("user", "And the dog?"), Message("assistant", quoted_answer(SENTENCES[1], 2))]
     refused = Conversation([*question_messages("Who?", list(SENTENCES)), Message("assistant", ABSTENTION)])
     dialogue, none = ENCODER.encode(Conversation([*last.messages, *again])), ENCODER.encode(refused)
-    row, other = row_of(encoded(["Nobody came."]), encoded(list(SENTENCES)), [dialogue], [none]), row_of(encoded([SENTENCES[0]]))
-    batch = collate([other, row])
+    row = row_of(encoded(["Nobody came."]), encoded(list(SENTENCES)), [dialogue], [none])
+    batch = collate([row_of(encoded([SENTENCES[0]])), row])
     found = [(n, batch.inputs["input_ids"][n]) for n in batch.looks[:, 0].tolist()]
     quoted = [TOKENIZER.decode(ids[look[2] : look[3]]) for (_, ids), look in zip(found, batch.looks, strict=True)]
     assert [n for n, _ in found] == [0] + 6 * [1]
@@ -114,8 +114,12 @@ def test_a_row_knows_which_text_each_answer_quotes() -> None:
 def test_a_head_learns_to_look_at_the_quoted_text() -> None:
     """A loss of another head, or of places that the row does not have."""
     plan = AdapterPlan(total_tokens=6_000, peak_lr=3e-3)
-    records = list(AdapterTrainer(tiny_model(), draw_row, plan, SINGLE_WORKER, retrieval_head=(1, 1)).run())
+    trainer = AdapterTrainer(tiny_model(), draw_row, plan, SINGLE_WORKER, retrieval_head=(1, 1))
+    records = list(trainer.run())
     assert records[-1]["missed"] < 0.7 * records[0]["missed"] and records[-1]["loss"] < 0.7 * records[0]["loss"]
+    rows = [Row(400, ENCODER.mark)]  # of a text without a quote
+    rows[0].add([ENCODER.encode(Conversation([Message("user", "Hello!"), Message("assistant", "Hello!")]))])
+    assert trainer._backward(collate(rows), 1.0, torch.Generator())[1:] == [0.0, 0]
 
 
 def draw_row(rng: random.Random) -> Row:

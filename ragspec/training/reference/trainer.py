@@ -3,8 +3,8 @@
 A row holds groups of conversations that share a beginning. Each conversation sees the beginning and itself only, and its
 positions go on from the beginning: it reads as if it were alone.
 
-The fit of an adapter names a head whose attention chooses quotes (`ragspec.rag.retrieval_head`): from the quotation mark that begins
-an answer, this head is taught to look at the text that is quoted.
+A retrieval head (`ragspec.rag.retrieval_head`) learns beside the answers: from the quotation mark that begins an answer, to look
+at the quoted text.
 
 A linear layer becomes y = W x + (alpha / rank) B A x, with A and B in float32 beside frozen weights.
 Source: Hu et al., LoRA (arXiv 2106.09685).
@@ -84,7 +84,7 @@ PADDING = Token(0, False, -1, 0, 0)
 
 
 class Row:
-    """Up to `length` tokens. `looks`: of each answer that quotes its prompt, the places of its first token and of the quoted text."""
+    """Up to `length` tokens. `looks`: the place of each answer's first token, and first and end of the text that it quotes."""
 
     def __init__(self, length: int, mark: int | None = None) -> None:
         """`mark`: the token that begins an answer with a quote."""
@@ -108,19 +108,21 @@ class Row:
             kept, shared = [*kept, each], fewer
         number = self.tokens[-1].group + 1 if self.tokens else 0
         parts = [(kept[0], 0, shared)] if kept else []
-        begin = len(self.tokens)
+        beginning = len(self.tokens)
         for member, (text, start, end) in enumerate([*parts, *((text, shared, len(text.ids)) for text in kept)]):
             own = len(self.tokens) - start  # from a token's index in its text to its place in the row
             for at in range(start, end):
                 self.tokens.append(Token(text.ids[at], text.weights[at] > 0, number, member, at))
             for places in quoted_places(text, self._mark) if start else ():
-                mark, first, last = (at + (begin if at < shared else own) for at in places)
-                self.looks.append((mark, first, last + 1))
+                mark, begin, last = (at + (beginning if at < shared else own) for at in places)
+                self.looks.append((mark, begin, last + 1))
 
 
 def quoted_places(text: Encoded, mark: int | None) -> Iterator[tuple[int, int, int]]:
-    """Of each answer that begins with the mark: its place, and the first and the last place of the longest text that stands in the
-    prompt as it does behind the mark. A text's first token may be another in the prompt, where a space stands before it."""
+    """Of each answer that begins with the mark: its place, and the first and the last place of the quoted text in its prompt.
+
+    Why without the quote's first token: it may be another in the prompt, where a space stands before it.
+    """
     ids, learnt = text.ids, text.weights
     for begin in (at for at in range(1, len(ids)) if ids[at] == mark and learnt[at] > 0 and learnt[at - 1] == 0):
         quoted = ids[begin + 2 : next((at for at in range(begin, len(ids)) if learnt[at] == 0), len(ids))]
@@ -148,7 +150,8 @@ def collate(rows: Sequence[Row], device: str = "cpu") -> RowBatch:
     targets = torch.full_like(ids, -100)
     targets[:, :-1] = torch.where(learnt[:, 1:] > 0, ids[:, 1:], -100)
     weights = torch.where(learnt > 0, 1.0, FIRST_WEIGHT)  # a learnt token behind one that is not
-    looks = torch.tensor([(n, *look) for n, row in enumerate(rows) for look in row.looks], device=device).reshape(-1, 4)
+    quoted = [(n, *look) for n, row in enumerate(rows) for look in row.looks]
+    looks = torch.tensor(quoted, dtype=torch.int64, device=device).reshape(-1, 4)
     inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": sees[:, None]}
     return RowBatch(inputs, targets, weights, looks)
 
@@ -193,9 +196,10 @@ class AdapterTrainer(Trainer[AdapterPlan, Row, RowBatch]):
         """
         self._base = base
         self.model, self._attention = model, model.config._attn_implementation
-        self._looking = model.model.layers[retrieval_head[0]].self_attn if retrieval_head else None
-        if retrieval_head and self._looking is not None:
-            self._looking.retrieval_head = retrieval_head[1]
+        self._head = RetrievalHead(retrieval_head[1]) if retrieval_head else None
+        if retrieval_head:
+            layer: Any = model.get_submodule(f"model.layers.{retrieval_head[0]}.self_attn")
+            layer.retrieval_head = self._head
         add_adapters(model, plan.seed)
         module = nn.ParameterDict({name.replace(".", "/"): p for name, p in adapter_parameters(model).items()})
         seed = f"{plan.seed}/{workers.rank}"
@@ -219,21 +223,9 @@ class AdapterTrainer(Trainer[AdapterPlan, Row, RowBatch]):
         logits = self.model.lm_head(states[learnt]).float()  # [learnt, V]
         losses = nn.functional.cross_entropy(logits, batch.targets[learnt], reduction="none")
         loss = (losses * batch.weights[learnt]).sum() / num_learnt
-        missed = self._missed(batch)
+        missed = self._head.missed(batch) if self._head else batch.weights.new_empty(0)
         torch.autograd.backward(loss + LOOK_WEIGHT * missed.sum() / num_learnt)
         return [float(loss.detach()), float(missed.detach().sum()), len(missed)]
-
-    def _missed(self, batch: RowBatch) -> Tensor:
-        """The negative logarithm of the head's attention on each quoted text [quotes]; empty where no head learns to look."""
-        if self._looking is None:
-            return batch.weights.new_empty(0)
-        (queries, keys), self._looking.seen = self._looking.seen, None  # each [R, T, D]
-        rows, marks, firsts, ends = batch.looks.unbind(-1)
-        scores = torch.einsum("nd,ntd->nt", queries[rows, marks].float(), keys[rows].float()) * self._looking.scaling
-        scores = scores.masked_fill(~batch.inputs["attention_mask"][rows, 0, marks], -torch.inf)
-        places = torch.arange(scores.shape[1], device=scores.device)
-        is_quoted = (places >= firsts[:, None]) & (places < ends[:, None])
-        return scores.logsumexp(-1) - scores.masked_fill(~is_quoted, -torch.inf).logsumexp(-1)
 
     def _losses(self, sums: list[float]) -> dict[str, float]:
         return {"loss": sums[0], "missed": sums[1] / max(1.0, sums[2])}
@@ -346,18 +338,38 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
     return {name: list(tensor.shape) for name, tensor in tensors.items()}
 
 
+class RetrievalHead:
+    """A head's queries and keys of the latest forward. Shapes: [R, T, D]."""
+
+    def __init__(self, number: int) -> None:
+        self._number, self._queries, self._keys = number, torch.empty(0), torch.empty(0)
+
+    def keep(self, query: Tensor, key: Tensor, scaling: float) -> None:
+        """Shapes: as in `causal_attention`."""
+        self._queries = query[:, self._number] * scaling
+        self._keys = key[:, self._number * key.shape[1] // query.shape[1]]
+
+    def missed(self, batch: RowBatch) -> Tensor:
+        """The negative logarithm of the attention on each quoted text [quotes]."""
+        rows, marks, firsts, ends = batch.looks.unbind(-1)
+        scores = torch.einsum("nd,ntd->nt", self._queries[rows, marks].float(), self._keys[rows].float())
+        scores = scores.masked_fill(~batch.inputs["attention_mask"][rows, 0, marks], -torch.inf)
+        places = torch.arange(scores.shape[1], device=scores.device)
+        is_quoted = (places >= firsts[:, None]) & (places < ends[:, None])
+        return scores.logsumexp(-1) - scores.masked_fill(~is_quoted, -torch.inf).logsumexp(-1)
+
+
 def causal_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it, without the keys behind a block of queries: two thirds of the time of `sdpa` on a
-    processor, and `sdpa` elsewhere. Keeps queries and keys of a head that learns to look.
+    processor, and `sdpa` elsewhere.
 
     Shapes: query [R, heads, T, D]; key, value [R, KV heads, T, D]; attention_mask bool [R, 1, T, T], False behind the diagonal;
     result [R, T, heads, D].
     """
-    head = getattr(module, "retrieval_head", None)
-    if head is not None:
-        module.seen = query[:, head], key[:, head * key.shape[1] // query.shape[1]]  # each [R, T, D]
+    if head := getattr(module, "retrieval_head", None):
+        head.keep(query, key, scaling)
     if query.device.type != "cpu":
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling)
     assert query.shape[2] == key.shape[2], "a model that generates attends to keys of earlier calls"
