@@ -134,7 +134,7 @@ def train(run: TargetRun, workers: WorkerGroup, device: str) -> None:
     if not training_run.resumes(trainer, run) and run.continue_from:
         trainer.start_from(run.continue_from)
     scores = partial(probe, trainer, target.tokenizer, run.data_dir)
-    training_run.run_to_end(trainer, run, ("loss", "missed"), scores, run.num_probes)
+    training_run.run_to_end(trainer, run, ("loss", "attention_loss"), scores, run.num_probes)
     if workers.is_first:
         training_run.draw_curves(trainer, "loss", "", run.out / "curves.png")
         trainer.write_adapter(run.out / "adapter")

@@ -2,8 +2,8 @@
 
 A citation is a span of the answer and an equal span of a passage, compared character by character without normalisation.
 Under the grammar, the quote at the beginning of an answer is what `ragspec.rag.quotable` allows of a passage, followed by that
-passage's number, and by a short answer in words of the quote or nothing. An answer that begins in another way is free. Drafts
-change no token: the grammar holds with speculation and without.
+passage's number, and by words of the quote or nothing. An answer that begins in another way is free. Drafts change no token: the
+grammar holds with speculation and without.
 
     >>> find_citations('It rained: "The storm came in at dawn." [1]', passages)
     >>> Request(..., grammar=answer_grammar(params, speculation, prompt.passages))
@@ -274,8 +274,9 @@ _FREE = r"""
 FREE: /(\s*[^"\s](.|\n)*)?/
 REST: /(.|\n)*/
 """
-_MAX_HELD_SPANS = 200
-"""Of all passages: short answers behind more take longer than 0.1 s to compile, and are left out."""
+_MAX_ANSWERED_SPANS, _MAX_HELD_SPANS = 3, 200
+"""Most spans of a quote with a short answer. Behind more spans of all passages the grammar has no short answers: it would compile
+for longer than 0.1 s."""
 _NO_SPACE_AT_ENDS = r"NO_SPACE_AT_ENDS: /\S((.|\n)*\S)?/"
 
 
@@ -314,33 +315,36 @@ def quote_grammar(
     passages: Sequence[Passage], left_out: Collection[str] = (), *, by_blocks: bool = True, holds_short: bool = True
 ) -> str:
     """A grammar in llguidance's dialect of Lark. `passages`: numbered from 1, as in the prompt. `holds_short`: a quote of up to
-    three spans is followed by words of one of them or by nothing, a longer quote by nothing."""
-    rules, terminals = ["FREE"], [_NO_SPACE_AT_ENDS]
-    numbered = [(n, p, quotable_runs(p, left_out, by_blocks=by_blocks)) for n, p in enumerate(passages, start=1)]
-    is_short = sum(len(run) for _, _, runs in numbered for run in runs) <= _MAX_HELD_SPANS
-    for number, passage, runs in numbered:
+    three spans is followed by words of one of them or by nothing, a longer quote by nothing; else any text may follow."""
+    rules, terminals, num_spans = ["FREE"], [_NO_SPACE_AT_ENDS], 0
+    for number, passage in enumerate(passages, start=1):
+        runs, name = quotable_runs(passage, left_out, by_blocks=by_blocks), f"PASSAGE_{number}"
+        num_spans += sum(map(len, runs))
         if runs:
-            rules.append(_after_quote(f"PASSAGE_{number}", number, "" if holds_short else "REST"))
-            terminals += _parts(f"PASSAGE_{number}", [_chunks(passage.text, run) for run in runs])
-        for n, run in enumerate(runs if holds_short and is_short else ()):
+            rules.append(_quoting(name, number, "" if holds_short else "REST"))
+            terminals += _parts(name, [_chunks(passage.text, run) for run in runs])
+        for n, run in enumerate(runs if holds_short and num_spans <= _MAX_HELD_SPANS else ()):
             words = [f"WORDS_{number}_{n}_{m}" for m in range(len(run))]
-            for name, span in zip(words, run, strict=True):
-                terminals += _parts(name, [_value_or_piece().findall(passage.text, *span)])
-            for first, last in ((at, to) for at in range(len(run)) for to in range(at, min(at + 3, len(run)))):
+            for each, span in zip(words, run, strict=True):
+                terminals += _parts(each, [_value_or_piece().findall(passage.text, *span)], '"."?')
+            quotes = ((at, to) for at in range(len(run)) for to in range(at, min(at + _MAX_ANSWERED_SPANS, len(run))))
+            for first, last in quotes:
                 quote, text = f"QUOTE_{number}_{n}_{first}_{last}", passage.text[run[first][0] : run[last][1]]
-                terminals.append(f"{quote}: {json.dumps(text, ensure_ascii=False)}")
-                rules.append(_after_quote(quote, number, f'" {DASH} " ({" | ".join(words[first : last + 1])}) "."?'))
+                terminals.append(f"{quote}: {json.dumps(text)}")
+                rules.append(_quoting(quote, number, f'" {DASH} " ({" | ".join(words[first : last + 1])})'))
     return f"start: {' | '.join(rules)}{_FREE}" + "\n".join(terminals)
 
 
-def _after_quote(quote: str, number: int, rest: str) -> str:
+def _quoting(quote: str, number: int, rest: str) -> str:
+    """The rule of an answer that begins with a quote."""
     return f'/\\s*/ "\\"" {quote} "\\" [{number}]" {rest}'
 
 
-def _parts(name: str, runs: list[list[str]]) -> list[str]:
-    """The terminal `name`: neighbouring texts of one run, without white space at their ends."""
+def _parts(name: str, runs: list[list[str]], end: str = "") -> list[str]:
+    """The terminal `name`: neighbouring texts of one run, without white space at their ends. Why `end` is in the terminal: the
+    lexer takes the longest, and behind "8" the end of "8.5" would be the only way on."""
     each = [f'{name}_OF_{n}: %regex {{ "substring_chunks": {json.dumps(run)} }}' for n, run in enumerate(runs)]
-    return [f"{name}: ({' | '.join(f'{name}_OF_{n}' for n in range(len(runs)))}) & NO_SPACE_AT_ENDS", *each]
+    return [f"{name}: (({' | '.join(f'{name}_OF_{n}' for n in range(len(runs)))}) & NO_SPACE_AT_ENDS) {end}", *each]
 
 
 def _chunks(text: str, run: Sequence[Span]) -> list[str]:
@@ -351,5 +355,6 @@ def _chunks(text: str, run: Sequence[Span]) -> list[str]:
 
 @functools.cache
 def _value_or_piece() -> re.Pattern[str]:
-    """Matches a number with dots, commas or colons inside, or what `_piece` matches."""
-    return re.compile(rf"\d+(?:[.,:]\d+)+|{_piece().pattern}".replace("(?P<word>", "(?:"), re.DOTALL)
+    """Matches a number or version (-5, 3.5, 1,000, v2.10.3, 1e-5), or what `_piece` matches."""
+    number = r"(?:(?<![\w.])[-−])?[A-Za-z]*\d+(?:[.:]\d\w*|,\d{3}(?!\d))*(?:[eE][-−+]\d+)?(?!\w)"
+    return re.compile(f"{number}|{_piece().pattern}".replace("(?P<word>", "(?:"), re.DOTALL)

@@ -221,7 +221,7 @@ class TextRules:
     `follow_ups`: "cited": a follow-up's own words find a further passage in the documents that the latest answer cites, and
     choose the likely quotes; "carried": it keeps a passage that the latest answers cite, and the names that it lacks choose too.
     `says_none_found`: whether NOTHING_CLOSE is said where the search finds no passage; else the target answers from memory.
-    `short_answers`: "quoted": what follows a quote is words of that quote; "free": any text.
+    `short_answers`: behind a quote; "quoted": words of that quote; "free": any text.
     """
 
     quotes: Literal["blocks", "sentences", "words"] = "sentences"

@@ -157,6 +157,7 @@ def test_no_citation_begins_or_ends_inside_a_word_or_a_sign(answer: str, text: s
 QUOTED_TEXTS = (
     'The mill (built in 1874) says "no".\nIt grinds no corn; x = 3.5 % of it.',
     'The mill says "no" twice. 日本語のテキスト。 The river rises.',
+    "A seat costs 8 euros, or 8.5 at -5 degrees. Nothing \x7f more.",
 )
 QUOTED_PASSAGES = [Passage(f"d{n}", 0, text, 0, len(text)) for n, text in enumerate(QUOTED_TEXTS)]
 QUOTED = re.compile(r'"(?P<quote>.+)" \[(?P<number>\d)\]', re.DOTALL)

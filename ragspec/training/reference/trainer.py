@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import safetensors.torch
 import torch
@@ -45,9 +45,9 @@ CONFIG = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha"
     "rank_pattern": {}, "alpha_pattern": {}, "target_modules": list(MODULES)}  # fmt: skip
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 LOOK_WEIGHT = 2.0
-"""Of the head's attention on a quote, beside the loss of a token."""
+"""The weight of a quote's attention loss; that of a token's loss is 1."""
 LEAST_MATCH = 3
-"""Tokens, by which a quote is found in its prompt."""
+"""The fewest equal tokens by which a quote is found in its prompt."""
 GPU_ROWS, NUM_QUERIES = 16, 128
 """Rows computed together on a GPU; queries that attend together on a processor, which computes rows one by one."""
 BLOCKS = "ragspec_causal"
@@ -57,7 +57,7 @@ class RowBatch(NamedTuple):
     """`inputs`: token ids and positions int64 [R, T], and who sees whom, bool [R, 1, T, T], by the model's names.
 
     Shapes: targets int64 [R, T], the next token or -100; weights float32 [R, T], of the targets' losses; looks int64 [quotes, 4]:
-    row, place of the mark, first place of the quoted text, and the one behind its last. Padding on the right sees itself.
+    row, place of the mark, first place of the quoted text, and the place behind its last. Padding on the right sees itself.
     """
 
     inputs: dict[str, Tensor]
@@ -84,7 +84,7 @@ PADDING = Token(0, False, -1, 0, 0)
 
 
 class Row:
-    """Up to `length` tokens. `looks`: the place of each answer's first token, and first and end of the text that it quotes."""
+    """Up to `length` tokens. `looks`: where each quoting answer begins, and first and end of the quoted text in its prompt."""
 
     def __init__(self, length: int, mark: int | None = None) -> None:
         """`mark`: the token that begins an answer with a quote."""
@@ -119,18 +119,19 @@ class Row:
 
 
 def quoted_places(text: Encoded, mark: int | None) -> Iterator[tuple[int, int, int]]:
-    """Of each answer that begins with the mark: its place, and the first and the last place of the quoted text in its prompt.
+    """Of each answer that begins with the mark: its place, and the first and the last place of the quoted text. Of several copies
+    that no answer before holds, the last counts.
 
     Why without the quote's first token: it may be another in the prompt, where a space stands before it.
     """
     ids, learnt = text.ids, text.weights
     for begin in (at for at in range(1, len(ids)) if ids[at] == mark and learnt[at] > 0 and learnt[at - 1] == 0):
         quoted = ids[begin + 2 : next((at for at in range(begin, len(ids)) if learnt[at] == 0), len(ids))]
-        longest, first = LEAST_MATCH - 1, -1
-        for at in (at for at in range(1, begin) if quoted and ids[at] == quoted[0]):
+        longest, first = LEAST_MATCH, -1
+        for at in (at for at in range(1, begin) if quoted and ids[at] == quoted[0] and learnt[at] == 0):
             same = zip(ids[at:begin], quoted, strict=False)
             length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], same))
-            longest, first = (length, at) if length > longest else (longest, first)
+            longest, first = (length, at) if length >= longest else (longest, first)
         if first > 0:
             yield begin, first - 1, first + longest - 1
 
@@ -192,15 +193,12 @@ class AdapterTrainer(Trainer[AdapterPlan, Row, RowBatch]):
     ) -> None:
         """`base`: the model's name, for the adapter's files. `retrieval_head`: layer and head that learn to look at quoted texts.
 
-        Raises: ConfigError for a model without layers of known names.
+        Raises: ConfigError for a model without layers of known names, or without this head.
         """
         self._base = base
         self.model, self._attention = model, model.config._attn_implementation
-        self._head = RetrievalHead(retrieval_head[1]) if retrieval_head else None
-        if retrieval_head:
-            layer: Any = model.get_submodule(f"model.layers.{retrieval_head[0]}.self_attn")
-            layer.retrieval_head = self._head
         add_adapters(model, plan.seed)
+        self._place, self._head = retrieval_head, RetrievalHead.of(model, *retrieval_head) if retrieval_head else None
         module = nn.ParameterDict({name.replace(".", "/"): p for name, p in adapter_parameters(model).items()})
         seed = f"{plan.seed}/{workers.rank}"
         data = StepData(draw_row, len, one_row, plan.rows_per_step, seed, num_processes)
@@ -217,18 +215,22 @@ class AdapterTrainer(Trainer[AdapterPlan, Row, RowBatch]):
 
     def _backward(self, batch: RowBatch, num_learnt: float, noise: torch.Generator) -> list[float]:
         """The output layer reads the learnt places only."""
-        self.model.config._attn_implementation = BLOCKS
+        self.model.config._attn_implementation = BLOCKS if self.device == "cpu" or self._head else self._attention
         states = self.model.model(**batch.inputs, use_cache=False).last_hidden_state  # [R, T, H]
         learnt = batch.targets >= 0
         logits = self.model.lm_head(states[learnt]).float()  # [learnt, V]
         losses = nn.functional.cross_entropy(logits, batch.targets[learnt], reduction="none")
         loss = (losses * batch.weights[learnt]).sum() / num_learnt
-        missed = self._head.missed(batch) if self._head else batch.weights.new_empty(0)
+        missed = self._head.losses(batch) if self._head else batch.weights.new_empty(0)
         torch.autograd.backward(loss + LOOK_WEIGHT * missed.sum() / num_learnt)
         return [float(loss.detach()), float(missed.detach().sum()), len(missed)]
 
     def _losses(self, sums: list[float]) -> dict[str, float]:
-        return {"loss": sums[0], "missed": sums[1] / max(1.0, sums[2])}
+        looks = {"attention_loss": sums[1] / max(1.0, sums[2])} if self._head else {}
+        return {"loss": sums[0], **looks}
+
+    def _identity(self) -> dict[str, Any]:
+        return super()._identity() | ({"retrieval_head": list(self._place)} if self._place else {})
 
     @torch.no_grad()
     def start_from(self, folder: Path) -> None:
@@ -344,15 +346,26 @@ class RetrievalHead:
     def __init__(self, number: int) -> None:
         self._number, self._queries, self._keys = number, torch.empty(0), torch.empty(0)
 
+    @classmethod
+    def of(cls, model: PreTrainedModel, layer: int, number: int) -> Self:
+        """The head, which sees its layer's forwards. Raises: ConfigError."""
+        config, head = model.config.get_text_config(), cls(number)
+        if not (0 <= layer < config.num_hidden_layers and 0 <= number < config.num_attention_heads):
+            raise ConfigError(f"the model has no head {number} in a layer {layer}")
+        attention: Any = model.get_submodule(f"model.layers.{layer}.self_attn")
+        attention.retrieval_head = head
+        return head
+
     def keep(self, query: Tensor, key: Tensor, scaling: float) -> None:
         """Shapes: as in `causal_attention`."""
         self._queries = query[:, self._number] * scaling
         self._keys = key[:, self._number * key.shape[1] // query.shape[1]]
 
-    def missed(self, batch: RowBatch) -> Tensor:
-        """The negative logarithm of the attention on each quoted text [quotes]."""
+    def losses(self, batch: RowBatch) -> Tensor:
+        """The negative logarithm of the attention on each quoted text [quotes]. Drops queries and keys."""
         rows, marks, firsts, ends = batch.looks.unbind(-1)
         scores = torch.einsum("nd,ntd->nt", self._queries[rows, marks].float(), self._keys[rows].float())
+        self._queries = self._keys = torch.empty(0)
         scores = scores.masked_fill(~batch.inputs["attention_mask"][rows, 0, marks], -torch.inf)
         places = torch.arange(scores.shape[1], device=scores.device)
         is_quoted = (places >= firsts[:, None]) & (places < ends[:, None])
@@ -360,10 +373,10 @@ class RetrievalHead:
 
 
 def causal_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float, **_: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float, **others: Any
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it, without the keys behind a block of queries: two thirds of the time of `sdpa` on a
-    processor, and `sdpa` elsewhere.
+    """Attention as transformers calls it. A processor computes it without the keys behind a block of queries, in two thirds of
+    the time of `sdpa`.
 
     Shapes: query [R, heads, T, D]; key, value [R, KV heads, T, D]; attention_mask bool [R, 1, T, T], False behind the diagonal;
     result [R, T, heads, D].
@@ -371,7 +384,7 @@ def causal_attention(
     if head := getattr(module, "retrieval_head", None):
         head.keep(query, key, scaling)
     if query.device.type != "cpu":
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
     assert query.shape[2] == key.shape[2], "a model that generates attends to keys of earlier calls"
     attend = partial(nn.functional.scaled_dot_product_attention, scale=scaling, enable_gqa=True)
     blocks = [(slice(at, at + NUM_QUERIES), slice(at + NUM_QUERIES)) for at in range(0, query.shape[2], NUM_QUERIES)]
