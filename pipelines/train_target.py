@@ -31,7 +31,6 @@ from ragspec.engine.checkpoints.target_files import check_target
 from ragspec.engine.loading import load_engine
 from ragspec.evaluation.target_scores import MAX_NEW_TOKENS, case_scores, model_answers, question_cases
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.wording import AnswerFit
 from ragspec.training.conversations import AnswerEncoder, Conversation
 from ragspec.training.heads.frozen_target import FrozenTarget
 from ragspec.training.reference.mixture import LONG, PROBE_ARTICLES, Mixture, json_lines, question_paragraphs
@@ -129,12 +128,11 @@ def train(run: TargetRun, workers: WorkerGroup, device: str) -> None:
     mixture = Mixture(run.data_dir, chats, run.documentation)
     draw_row = partial(mixed_row, mixture, AnswerEncoder(target.tokenizer), run.plan.micro_tokens)
     base = BASES.get(run.target, run.target)
-    head = AnswerFit.read(run.continue_from / "answer_fit.json").retrieval_head if run.continue_from else None
-    trainer = AdapterTrainer(target.model, draw_row, run.plan, workers, run.data_workers, base, head)
+    trainer = AdapterTrainer(target.model, draw_row, run.plan, workers, run.data_workers, base)
     if not training_run.resumes(trainer, run) and run.continue_from:
         trainer.start_from(run.continue_from)
     scores = partial(probe, trainer, target.tokenizer, run.data_dir)
-    training_run.run_to_end(trainer, run, ("loss", "attention_loss"), scores, run.num_probes)
+    training_run.run_to_end(trainer, run, ("loss",), scores, run.num_probes)
     if workers.is_first:
         training_run.draw_curves(trainer, "loss", "", run.out / "curves.png")
         trainer.write_adapter(run.out / "adapter")
@@ -143,7 +141,7 @@ def train(run: TargetRun, workers: WorkerGroup, device: str) -> None:
 def mixed_row(mixture: Mixture, encoder: AnswerEncoder, row_tokens: int, rng: random.Random) -> Row:
     """A row of one kind of text; a function of the generator."""
     (kind,) = rng.choices(list(mixture.shares), list(mixture.shares.values()))
-    row = Row(int(row_tokens * LONG.get(kind, 1)), encoder.mark)
+    row = Row(int(row_tokens * LONG.get(kind, 1)))
     for _ in range(MAX_DRAWS):
         row.add(map(encoder.encode, mixture.draw(kind, rng)))
         if len(row.tokens) > FULL_SHARE * row.length:

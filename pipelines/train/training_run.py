@@ -198,8 +198,7 @@ def progress_line(records: list[dict[str, float]], names: Sequence[str]) -> str:
     """Step, tokens so far and their number a second, the means of the named values, and the last step's rate."""
     first, last = records[0], records[-1]
     speed = (last["tokens"] - first["tokens"]) / max(1e-9, last["elapsed_s"] - first["elapsed_s"])
-    known = ((name, [record[name] for record in records if name in record]) for name in names)
-    means = " ".join(f"{name} {sum(values) / len(values):.3f}" for name, values in known if values)
+    means = " ".join(f"{name} {sum(record[name] for record in records) / len(records):.3f}" for name in names)
     rate = f"lr {last['lr']:.2e} norm {last['grad_norm']:.2f} done {last['share']:.3f}"
     return f"step {last['step']:.0f} {last['tokens'] / 1e6:.2f} M tokens {speed:.0f}/s {means} {rate}"
 

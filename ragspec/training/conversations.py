@@ -34,7 +34,7 @@ class Encoded(NamedTuple):
 class AnswerEncoder:
     """Encodes texts with a target's own chat template: weight 1 for the tokens of answers and of plain text, 0 for all others.
 
-    `eos_ids`: the tokens that end a text; None: the tokenizer's own. `mark`: the first token of an answer that quotes.
+    `eos_ids`: the tokens that end a text; None: the tokenizer's own.
     """
 
     def __init__(self, tokenizer: Any, eos_ids: Sequence[int] | None = None) -> None:
@@ -42,8 +42,6 @@ class AnswerEncoder:
         self._prompts = PromptBuilder(tokenizer, _ANY_LENGTH)
         own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         self._eos_ids, self._own_end = frozenset(own if eos_ids is None else eos_ids), own
-        self._lead = " " if tokenizer.chat_template is None else ""  # the plain layout has a space before an answer
-        ((self.mark, *_),) = self._prompts.plain_ids([f'{self._lead}"'])
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Tokens up to the next answer. Raises: InputError unless the last message is the user's."""
@@ -77,7 +75,8 @@ class AnswerEncoder:
             for at, token in enumerate(rest):
                 if token in self._eos_ids:
                     return rest[:at], [token]
-        (answer,) = self._prompts.plain_ids([self._lead + messages[-1].content])
+        lead = " " if self.tokenizer.chat_template is None else ""  # the plain layout has a space here
+        (answer,) = self._prompts.plain_ids([lead + messages[-1].content])
         return answer, self._own_end
 
 

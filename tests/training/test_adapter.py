@@ -54,7 +54,7 @@ def tiny_model() -> LlamaForCausalLM:
 
 
 def row_of(*groups: list[Encoded], length: int = 4_000) -> Row:
-    row = Row(length, ENCODER.mark)
+    row = Row(length)
     for group in groups:
         row.add(group)
     return row
@@ -93,42 +93,8 @@ def test_what_does_not_fit_is_left_out_whole() -> None:
     assert [token.id for token in row.tokens] == texts[0].ids
 
 
-def test_a_row_knows_which_text_each_answer_quotes() -> None:
-    """A head that learns to look at an answer before, at passages that a later turn shows again, or at another row."""
-    *_, last = conversations(list(SENTENCES))
-    again = question_messages("And then?", list(SENTENCES))[1:] + last.messages[-1:]
-    refused = Conversation([*question_messages("Who?", list(SENTENCES)), Message("assistant", ABSTENTION)])
-    dialogue, none = ENCODER.encode(Conversation([*last.messages, *again])), ENCODER.encode(refused)
-    row = row_of(encoded(["Nobody came."]), encoded(list(SENTENCES)), [dialogue], [none])
-    batch = collate([row_of(encoded([SENTENCES[0]])), row])
-    found = [(n, batch.inputs["input_ids"][n]) for n in batch.looks[:, 0].tolist()]
-    quoted = [TOKENIZER.decode(ids[look[2] : look[3]]) for (_, ids), look in zip(found, batch.looks, strict=True)]
-    assert [n for n, _ in found] == [0] + 6 * [1]
-    wanted = [SENTENCES[0], "Nobody came.", *SENTENCES, SENTENCES[2], SENTENCES[2]]
-    assert all(text.rstrip(".")[2:] in each for text, each in zip(wanted, quoted, strict=True)), quoted
-    assert all(ids[mark] == ENCODER.mark for (_, ids), mark in zip(found, batch.looks[:, 1], strict=True))
-    beginning = next(at for at, token in enumerate(row.tokens) if token.group == 1 and token.member == 1)
-    assert all(end <= beginning for _, _, _, end in batch.looks[2:5].tolist())
-    (_, before, _, _), (_, mark, first, _) = batch.looks[5:].tolist()
-    assert before < first < mark and not any(token.is_learnt for token in row.tokens[first : mark - 3])
-
-
-def test_a_head_learns_to_look_at_the_quoted_text() -> None:
-    """A loss of another head, or of places that the row does not have."""
-    plan = AdapterPlan(total_tokens=6_000, peak_lr=3e-3)
-    trainer = AdapterTrainer(tiny_model(), draw_row, plan, SINGLE_WORKER, retrieval_head=(1, 1))
-    records = list(trainer.run())
-    assert (
-        records[-1]["attention_loss"] < 0.7 * records[0]["attention_loss"]
-        and records[-1]["loss"] < 0.7 * records[0]["loss"]
-    )
-    rows = [Row(400, ENCODER.mark)]  # of a text without a quote
-    rows[0].add([ENCODER.encode(Conversation([Message("user", "Hello!"), Message("assistant", "Hello!")]))])
-    assert trainer._backward(collate(rows), 1.0, torch.Generator())[1:] == [0.0, 0]
-
-
 def draw_row(rng: random.Random) -> Row:
-    row = Row(400, ENCODER.mark)
+    row = Row(400)
     row.add(encoded(rng.sample(SENTENCES, 1)))
     return row
 
@@ -198,8 +164,6 @@ def test_a_model_without_known_layers_is_refused() -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2))
     with pytest.raises(ConfigError, match="none of its layers is called q_proj"):
         AdapterTrainer(model, draw_row, plan, SINGLE_WORKER)
-    with pytest.raises(ConfigError, match="no head 9 in a layer 1"):
-        AdapterTrainer(tiny_model(), draw_row, plan, SINGLE_WORKER, retrieval_head=(1, 9))
 
 
 def test_a_run_begins_with_a_written_adapter(tmp_path: Path) -> None:

@@ -3,9 +3,6 @@
 A row holds groups of conversations that share a beginning. Each conversation sees the beginning and itself only, and its
 positions go on from the beginning: it reads as if it were alone.
 
-A retrieval head (`ragspec.rag.retrieval_head`) learns beside the answers: from the quotation mark that begins an answer, to look
-at the quoted text.
-
 A linear layer becomes y = W x + (alpha / rank) B A x, with A and B in float32 beside frozen weights.
 Source: Hu et al., LoRA (arXiv 2106.09685).
 
@@ -22,14 +19,13 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ragspec.disk import atomic_writer, saving
 from ragspec.errors import ConfigError
@@ -44,10 +40,6 @@ CONFIG = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha"
     "use_rslora": False, "use_dora": False, "fan_in_fan_out": False, "inference_mode": True, "modules_to_save": None,
     "rank_pattern": {}, "alpha_pattern": {}, "target_modules": list(MODULES)}  # fmt: skip
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-LOOK_WEIGHT = 2.0
-"""The weight of a quote's attention loss; that of a token's loss is 1."""
-LEAST_MATCH = 3
-"""The fewest equal tokens by which a quote is found in its prompt."""
 GPU_ROWS, NUM_QUERIES = 16, 128
 """Rows computed together on a GPU; queries that attend together on a processor, which computes rows one by one."""
 BLOCKS = "ragspec_causal"
@@ -56,14 +48,13 @@ BLOCKS = "ragspec_causal"
 class RowBatch(NamedTuple):
     """`inputs`: token ids and positions int64 [R, T], and who sees whom, bool [R, 1, T, T], by the model's names.
 
-    Shapes: targets int64 [R, T], the next token or -100; weights float32 [R, T], of the targets' losses; looks int64 [quotes, 4]:
-    row, place of the mark, first place of the quoted text, and the place behind its last. Padding on the right sees itself.
+    Shapes: targets int64 [R, T], the next token or -100; weights float32 [R, T], of the targets' losses. Padding on the right
+    sees itself.
     """
 
     inputs: dict[str, Tensor]
     targets: Tensor
     weights: Tensor
-    looks: Tensor
 
     @property
     def num_learnt(self) -> int:
@@ -84,13 +75,11 @@ PADDING = Token(0, False, -1, 0, 0)
 
 
 class Row:
-    """Up to `length` tokens. `looks`: where each quoting answer begins, and first and end of the quoted text in its prompt."""
+    """Up to `length` tokens."""
 
-    def __init__(self, length: int, mark: int | None = None) -> None:
-        """`mark`: the token that begins an answer with a quote."""
-        self.length, self._mark = length, mark
+    def __init__(self, length: int) -> None:
+        self.length = length
         self.tokens: list[Token] = []
-        self.looks: list[tuple[int, int, int]] = []
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -108,32 +97,9 @@ class Row:
             kept, shared = [*kept, each], fewer
         number = self.tokens[-1].group + 1 if self.tokens else 0
         parts = [(kept[0], 0, shared)] if kept else []
-        beginning = len(self.tokens)
         for member, (text, start, end) in enumerate([*parts, *((text, shared, len(text.ids)) for text in kept)]):
-            own = len(self.tokens) - start  # from a token's index in its text to its place in the row
             for at in range(start, end):
                 self.tokens.append(Token(text.ids[at], text.weights[at] > 0, number, member, at))
-            for places in quoted_places(text, self._mark) if start else ():
-                mark, begin, last = (at + (beginning if at < shared else own) for at in places)
-                self.looks.append((mark, begin, last + 1))
-
-
-def quoted_places(text: Encoded, mark: int | None) -> Iterator[tuple[int, int, int]]:
-    """Of each answer that begins with the mark: its place, and the first and the last place of the quoted text. Of several copies
-    that no answer before holds, the last counts.
-
-    Why without the quote's first token: it may be another in the prompt, where a space stands before it.
-    """
-    ids, learnt = text.ids, text.weights
-    for begin in (at for at in range(1, len(ids)) if ids[at] == mark and learnt[at] > 0 and learnt[at - 1] == 0):
-        quoted = ids[begin + 2 : next((at for at in range(begin, len(ids)) if learnt[at] == 0), len(ids))]
-        longest, first = LEAST_MATCH, -1
-        for at in (at for at in range(1, begin) if quoted and ids[at] == quoted[0] and learnt[at] == 0):
-            same = zip(ids[at:begin], quoted, strict=False)
-            length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], same))
-            longest, first = (length, at) if length >= longest else (longest, first)
-        if first > 0:
-            yield begin, first - 1, first + longest - 1
 
 
 def one_row(row: Row) -> int:
@@ -151,10 +117,7 @@ def collate(rows: Sequence[Row], device: str = "cpu") -> RowBatch:
     targets = torch.full_like(ids, -100)
     targets[:, :-1] = torch.where(learnt[:, 1:] > 0, ids[:, 1:], -100)
     weights = torch.where(learnt > 0, 1.0, FIRST_WEIGHT)  # a learnt token behind one that is not
-    quoted = [(n, *look) for n, row in enumerate(rows) for look in row.looks]
-    looks = torch.tensor(quoted, dtype=torch.int64, device=device).reshape(-1, 4)
-    inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": sees[:, None]}
-    return RowBatch(inputs, targets, weights, looks)
+    return RowBatch({"input_ids": ids, "position_ids": positions, "attention_mask": sees[:, None]}, targets, weights)
 
 
 DrawRow = Callable[[random.Random], Row]
@@ -189,16 +152,11 @@ class AdapterTrainer(Trainer[AdapterPlan, Row, RowBatch]):
         workers: WorkerGroup,
         num_processes: int = 0,
         base: str = "",
-        retrieval_head: tuple[int, int] | None = None,
     ) -> None:
-        """`base`: the model's name, for the adapter's files. `retrieval_head`: layer and head that learn to look at quoted texts.
-
-        Raises: ConfigError for a model without layers of known names, or without this head.
-        """
+        """`base`: the model's name, for the adapter's files. Raises: ConfigError for a model without layers of known names."""
         self._base = base
         self.model, self._attention = model, model.config._attn_implementation
         add_adapters(model, plan.seed)
-        self._place, self._head = retrieval_head, RetrievalHead.of(model, *retrieval_head) if retrieval_head else None
         module = nn.ParameterDict({name.replace(".", "/"): p for name, p in adapter_parameters(model).items()})
         seed = f"{plan.seed}/{workers.rank}"
         data = StepData(draw_row, len, one_row, plan.rows_per_step, seed, num_processes)
@@ -215,22 +173,17 @@ class AdapterTrainer(Trainer[AdapterPlan, Row, RowBatch]):
 
     def _backward(self, batch: RowBatch, num_learnt: float, noise: torch.Generator) -> list[float]:
         """The output layer reads the learnt places only."""
-        self.model.config._attn_implementation = BLOCKS if self.device == "cpu" or self._head else self._attention
+        self.model.config._attn_implementation = BLOCKS if self.device == "cpu" else self._attention
         states = self.model.model(**batch.inputs, use_cache=False).last_hidden_state  # [R, T, H]
         learnt = batch.targets >= 0
         logits = self.model.lm_head(states[learnt]).float()  # [learnt, V]
         losses = nn.functional.cross_entropy(logits, batch.targets[learnt], reduction="none")
         loss = (losses * batch.weights[learnt]).sum() / num_learnt
-        missed = self._head.losses(batch) if self._head else batch.weights.new_empty(0)
-        torch.autograd.backward(loss + LOOK_WEIGHT * missed.sum() / num_learnt)
-        return [float(loss.detach()), float(missed.detach().sum()), len(missed)]
+        torch.autograd.backward(loss)
+        return [float(loss.detach())]
 
     def _losses(self, sums: list[float]) -> dict[str, float]:
-        looks = {"attention_loss": sums[1] / max(1.0, sums[2])} if self._head else {}
-        return {"loss": sums[0], **looks}
-
-    def _identity(self) -> dict[str, Any]:
-        return super()._identity() | ({"retrieval_head": list(self._place)} if self._place else {})
+        return {"loss": sums[0]}
 
     @torch.no_grad()
     def start_from(self, folder: Path) -> None:
@@ -340,51 +293,15 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
     return {name: list(tensor.shape) for name, tensor in tensors.items()}
 
 
-class RetrievalHead:
-    """A head's queries and keys of the latest forward. Shapes: [R, T, D]."""
-
-    def __init__(self, number: int) -> None:
-        self._number, self._queries, self._keys = number, torch.empty(0), torch.empty(0)
-
-    @classmethod
-    def of(cls, model: PreTrainedModel, layer: int, number: int) -> Self:
-        """The head, which sees its layer's forwards. Raises: ConfigError."""
-        config, head = model.config.get_text_config(), cls(number)
-        if not (0 <= layer < config.num_hidden_layers and 0 <= number < config.num_attention_heads):
-            raise ConfigError(f"the model has no head {number} in a layer {layer}")
-        attention: Any = model.get_submodule(f"model.layers.{layer}.self_attn")
-        attention.retrieval_head = head
-        return head
-
-    def keep(self, query: Tensor, key: Tensor, scaling: float) -> None:
-        """Shapes: as in `causal_attention`."""
-        self._queries = query[:, self._number] * scaling
-        self._keys = key[:, self._number * key.shape[1] // query.shape[1]]
-
-    def losses(self, batch: RowBatch) -> Tensor:
-        """The negative logarithm of the attention on each quoted text [quotes]. Drops queries and keys."""
-        rows, marks, firsts, ends = batch.looks.unbind(-1)
-        scores = torch.einsum("nd,ntd->nt", self._queries[rows, marks].float(), self._keys[rows].float())
-        self._queries = self._keys = torch.empty(0)
-        scores = scores.masked_fill(~batch.inputs["attention_mask"][rows, 0, marks], -torch.inf)
-        places = torch.arange(scores.shape[1], device=scores.device)
-        is_quoted = (places >= firsts[:, None]) & (places < ends[:, None])
-        return scores.logsumexp(-1) - scores.masked_fill(~is_quoted, -torch.inf).logsumexp(-1)
-
-
 def causal_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float, **others: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it. A processor computes it without the keys behind a block of queries, in two thirds of
-    the time of `sdpa`.
+    """Attention as transformers calls it, without the keys behind a block of queries: two thirds of the time of `sdpa` on a
+    processor.
 
     Shapes: query [R, heads, T, D]; key, value [R, KV heads, T, D]; attention_mask bool [R, 1, T, T], False behind the diagonal;
     result [R, T, heads, D].
     """
-    if head := getattr(module, "retrieval_head", None):
-        head.keep(query, key, scaling)
-    if query.device.type != "cpu":
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
     assert query.shape[2] == key.shape[2], "a model that generates attends to keys of earlier calls"
     attend = partial(nn.functional.scaled_dot_product_attention, scale=scaling, enable_gqa=True)
     blocks = [(slice(at, at + NUM_QUERIES), slice(at + NUM_QUERIES)) for at in range(0, query.shape[2], NUM_QUERIES)]
