@@ -256,7 +256,7 @@ def test_half_a_job_of_questions_is_finished_by_its_rules(
     assert not words.items() & texts_of(job.out).items()
     settings = json.loads((job.out / "job.json").read_text())
     newer = {"layout": "quote", "symbols": True, "places": True, "follow_ups": "cited", "says_none_found": True}
-    newer["quotes"] = "blocks"
+    newer["quotes"], newer["short_answers"] = "blocks", "quoted"
     rules = TextRules.from_json({"target": "target, adapter auto"} | newer).to_json()
     assert settings["rules"] == rules
     fewer = {name: value for name, value in rules.items() if name not in newer} | {"fit": [0.0, 0.0, 0.0]}
