@@ -315,7 +315,8 @@ def quote_grammar(
     passages: Sequence[Passage], left_out: Collection[str] = (), *, by_blocks: bool = True, holds_short: bool = True
 ) -> str:
     """A grammar in llguidance's dialect of Lark. `passages`: numbered from 1, as in the prompt. `holds_short`: a quote of up to
-    three spans is followed by words of one of them or by nothing, a longer quote by nothing; else any text may follow."""
+    three spans is followed by words of one of them or by nothing, a longer quote, or one behind `_MAX_HELD_SPANS`, by nothing;
+    else any text may follow."""
     rules, terminals, num_spans = ["FREE"], [_NO_SPACE_AT_ENDS], 0
     for number, passage in enumerate(passages, start=1):
         runs, name = quotable_runs(passage, left_out, by_blocks=by_blocks), f"PASSAGE_{number}"

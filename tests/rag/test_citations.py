@@ -199,16 +199,16 @@ def test_quotes_are_verbatim_and_drafts_change_none(quoted_target: Target, param
 def test_answers_that_the_grammar_allows(quoted_target: Target, answer: str, is_allowed: bool) -> None:
     """A free answer that is refused; a quote with blanks, marks, lines or ideographs that no token sequence can write; a short
     answer that its quote does not hold, or a part of a number."""
-    assert can_follow(quoted_target, quote_grammar(QUOTED_PASSAGES), answer) == is_allowed
+    assert accepts(quoted_target, quote_grammar(QUOTED_PASSAGES), answer) == is_allowed
 
 
 def test_jobs_of_earlier_versions_go_on_with_free_short_answers(quoted_target: Target) -> None:
     """A job that goes on after an update, with other texts for the rows that are left."""
     grammar = answer_grammar(SamplingParams(), ON, QUOTED_PASSAGES, short_answers=TextRules().short_answers)
-    assert can_follow(quoted_target, grammar, '"The mill says "no" twice." [2] – three times.')
+    assert accepts(quoted_target, grammar, '"The mill says "no" twice." [2] – three times.')
 
 
-def can_follow(target: Target, lark: str, answer: str) -> bool:
+def accepts(target: Target, lark: str, answer: str) -> bool:
     """Whether an output may be this text."""
     grammar = Grammars(target.tokenizer, target.vocab_size, target.eos_ids).of_lark(lark)
     for token in [*target.tokenizer(answer, add_special_tokens=False)["input_ids"], target.eos_ids[0]]:
