@@ -70,6 +70,14 @@ def test_an_id_names_the_rules_of_its_index() -> None:
     assert ids[2] == ENGLISH.id and rules_of(f"english/{RULES + 1}/42e39f45614a") == rules_of("?") == RULES
 
 
+def test_the_common_words_are_those_of_the_texts_language() -> None:
+    """"die" weighed nothing in an English question; or an index of earlier rules whose scores change."""
+    question = "Was macht die Mühle in der Nacht?"
+    english, german = (AUTO.common_terms(text) for text in ("What does it do?", question))
+    assert {"what", "doe", "it"} <= english == ENGLISH.common_terms(question) and "die" in german - english
+    assert Analyzer(AUTO.config, rules=3).common_terms(question) == frozenset()
+
+
 def test_accents_are_folded_only_where_they_are_often_left_out() -> None:
     """Swedish "får" (sheep) is not "far" (father)."""
     assert ENGLISH.terms("creme brulee") == ENGLISH.terms("crème brûlée")

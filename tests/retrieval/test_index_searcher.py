@@ -14,11 +14,12 @@ from ragspec.config import ChunkingConfig, DenseConfig, IndexConfig, RetrieverCo
 from ragspec.core import Document
 from ragspec.errors import InputError
 from ragspec.retrieval.encoder import FloatArray, TextKind
+from ragspec.retrieval.index import generation_builder
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.retrieval.search import index_searcher
-from ragspec.retrieval.search.analysis import Analyzer
+from ragspec.retrieval.search.analysis import RULES, Analyzer
 from ragspec.retrieval.search.bm25 import TermStatistics
 from ragspec.retrieval.search.filters import parse_filter
 from ragspec.retrieval.search.segment_search import SearchResult, SearchScope, Shard
@@ -255,3 +256,20 @@ def test_a_query_without_a_vector_is_refused_by_a_search_that_needs_one(index_di
     words, meaning = (retrievers(index_dir, mode)[0] for mode in ("sparse", "dense"))
     with pytest.raises(InputError, match="no vector"):
         meaning.search(words.encode(["river"]), 1)
+
+
+def test_words_that_every_question_has_do_not_make_a_table_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A price list has no "what" and no "does": as rare words they made its rows far from every question about them."""
+    monkeypatch.setattr(index_searcher, "_COSINE", 0.0)  # so that the words alone count
+    rows = [Document(f"d{n}", f"chair {name} | price {n}9 | stock {n}") for n, name in enumerate(WORDS[:8])]
+    closeness = {}
+    for rules in (3, RULES):
+        monkeypatch.setattr(generation_builder, "RULES", rules)
+        index = tmp_path / str(rules)
+        build_index(rows, index, LetterEncoder(), CONFIG)
+        store = Store.open(index, LetterEncoder.identity)
+        retriever = Retriever(LetterEncoder(), store, RetrieverConfig(index_dir=str(index)))
+        asked = ["price chair mill", "What does the price of the chair mill do?", "What does a passport cost?"]
+        closeness[rules] = retriever.retrieve(asked, len(rows)).closeness
+    assert closeness[RULES][0] == closeness[RULES][1] == closeness[3][0] > 2 * closeness[3][1]
+    assert closeness[RULES][2] < closeness[RULES][0] / 2

@@ -31,7 +31,7 @@ from ragspec.retrieval.index.pointer import configured_index_dir, read_pointer
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.rerank import PairScoring, PairsToScore
 from ragspec.retrieval.retriever import GenerationView, Retriever
-from ragspec.retrieval.search.index_searcher import IndexSearcher, term_function
+from ragspec.retrieval.search.index_searcher import IndexSearcher, analyzer_of, term_function
 from ragspec.retrieval.search.segment_search import Lookup, SearchHit, SearchResult, SplitShard
 
 _OPEN_TIMEOUT_S = 600.0
@@ -107,7 +107,7 @@ class ClusterView:
     ) -> None:
         """`store` needs only its manifest open, no segment. Raises: ConfigError."""
         self.store = store
-        self.terms = term_function(store.manifest, config.mode)
+        self.terms = term_function(analyzer_of(store.manifest, config.mode))
         self._config, self._pool, self._policy = config, pool, policy
         self._num_replicas = max(1, min(num_replicas, len(pool.names)))
         sizes = {record.name: record.num_passages for record in store.manifest.segments}

@@ -77,10 +77,11 @@ class LanguageDetector:
 if TYPE_CHECKING:
     import tantivy
 
-RULES = 3
+RULES = 4
 """The rules of a new index, part of every analyzer's id. A change of terms needs a new number, and the old rules stay here:
 an index is searched and added to by the rules in its manifest. Rules 2 remove invisible characters, and fold İ to i. By rules 3
-a number with dots, such as a version, is a term beside its parts."""
+a number with dots, such as a version, is a term beside its parts. By rules 4 common words of a language are known
+(`Analyzer.common_terms`); the terms are the same."""
 
 _INVISIBLE = (
     "\u00ad\u034f\u061c\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff\U000e0000-\U000e0fff"
@@ -161,11 +162,27 @@ class Analyzer:
         language = self._detector.language(text, self._whole.analyze(text) if self.config.stop_words else english)
         if not language:
             return english
-        has_stop_words = self.config.stop_words and language not in NO_STOP_WORDS
-        config = self.config.model_copy(update={"language": language, "stop_words": has_stop_words})
-        own = _word_analyzer(config).analyze(text)
+        own = _word_analyzer(self._config_of(language)).analyze(text)
         found = frozenset(own)
         return own if own_only else own + [term for term in english if term not in found]
+
+    def common_terms(self, text: str) -> frozenset[str]:
+        """The terms of the commonest words of the text's language, none by rules before 4."""
+        if self.rules < 4:
+            return frozenset()
+        language = self.config.language
+        if self._detector is not None:
+            language = self._detector.language(text, self._whole.analyze(text)) or _BASE
+        return _common_terms(self._config_of(language))
+
+    def _config_of(self, language: str) -> AnalyzerConfig:
+        has_stop_words = self.config.stop_words and language not in NO_STOP_WORDS
+        return self.config.model_copy(update={"language": language, "stop_words": has_stop_words})
+
+
+@cache
+def _common_terms(config: AnalyzerConfig) -> frozenset[str]:
+    return frozenset(_word_analyzer(config).analyze(COMMON_WORDS.get(config.language, "")))
 
 
 def rules_of(analyzer_id: str) -> int:

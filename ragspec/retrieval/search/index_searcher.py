@@ -53,6 +53,8 @@ FUSION_DEPTH, RERANK_DEPTH = 100, 32
 CALIBRATED_THRESHOLD = 0.12
 """For `RetrieverConfig.abstain_below` with the default encoder: 3 in 100 answerable questions were below it."""
 _COSINE, _COVERED, _INTERCEPT = 10.5, 8.2, -10.3
+_MOST_COMMON = 2.2
+"""Weight of a common word at most: that of a word in every tenth passage."""
 
 
 class IndexSearcher:
@@ -68,7 +70,8 @@ class IndexSearcher:
     ) -> None:
         """`scoring` reranks; `shard` holds the segments; None: this process does. Raises: ConfigError, StoreCorrupt."""
         self.store = store
-        self.terms = term_function(store.manifest, config.mode)
+        analyzer = analyzer_of(store.manifest, config.mode)
+        self.terms, self._common_terms = term_function(analyzer), analyzer.common_terms
         self._passage_terms = lru_cache(_TEXTS_KEPT)(self.terms)
         self.relevance = Relevance(self.terms)
         self._config = config
@@ -101,11 +104,17 @@ class IndexSearcher:
         scope: SearchScope,
     ) -> Iterator[float]:
         """A logistic model of the nearest passage's cosine, and of the share of the query's words that one passage holds, rare
-        words weighing more. Its weights were fitted on questions of SQuAD with and without their article in the index."""
+        words weighing more. Its weights were fitted on questions of SQuAD with and without their article in the index.
+
+        Why common words have a limit, and none weight where no passage holds them: tables have no "what" and no "does", and few
+        documents have each of them.
+        """
         terms = [frozenset(self.terms(query.text, own_only=True)) for query in queries]
         counts = self._shard.statistics(sorted(frozenset().union(*terms)), scope.tenant)
         for query, own, hits, found in zip(queries, terms, best, passages, strict=True):
             weights = {term: idf(counts.num_rows, counts.frequencies.get(term, 0)) for term in own}
+            for term in own & self._common_terms(query.text):
+                weights[term] = min(weights[term], _MOST_COMMON) if counts.frequencies.get(term, 0) else 0.0
             vectors = self._shard.vectors(hits[: len(found)])
             cosine = max((float(vector @ _vector(query)) for vector in vectors), default=0.0)
             held = [own & frozenset(self._passage_terms(embedded_text(passage))) for passage in found]
@@ -244,8 +253,8 @@ def encode_queries(texts: Sequence[str], mode: RetrievalMode, encoder: TextEncod
     return [Query(*each) for each in zip(texts, vectors, words, strict=True)]
 
 
-def term_function(manifest: Manifest, mode: RetrievalMode) -> TermFunction:
-    """The function that turns texts into the terms of an index. Caches no text, since texts belong to tenants.
+def analyzer_of(manifest: Manifest, mode: RetrievalMode) -> Analyzer:
+    """The analyzer that an index was built with.
 
     Raises: ConfigError if the index was built with other rules; mode dense needs none.
     """
@@ -254,6 +263,11 @@ def term_function(manifest: Manifest, mode: RetrievalMode) -> TermFunction:
         raise ConfigError(
             f"the index cuts texts into words by {manifest.analyzer}, here it would be {analyzer.id}: build it again"
         )
+    return analyzer
+
+
+def term_function(analyzer: Analyzer) -> TermFunction:
+    """The function that turns texts into the terms of an index. Caches no text, since texts belong to tenants."""
     return lambda text, /, *, own_only=False: tuple(analyzer.terms(text, own_only=own_only))
 
 
