@@ -35,7 +35,7 @@ from ragspec.cli.demo import QUESTIONS, AnswerPair, Totals, open_library
 from ragspec.cli.standard_library import DEMO_MODULES, cached_library, documents_of, service_library
 from ragspec.cli.terminal import cache_folder, safe, stage
 from ragspec.config import ChunkingConfig, EncoderConfig, IndexConfig, load_config
-from ragspec.core import Citation, Document, FinishReason, GenerationStats, Passage, log_progress
+from ragspec.core import Block, BlockKind, Citation, Document, FinishReason, GenerationStats, Passage, log_progress
 from ragspec.rag.answer import Answer, AnswerSentence, AnswerStats
 from ragspec.rag.pipeline import Pipeline
 from ragspec.rag.wording import NOTHING_CLOSE
@@ -731,6 +731,30 @@ def test_a_long_passage_is_cut_around_its_quote() -> None:
     text = "x" * 900 + "quote" + "y" * 900
     cut = excerpt(Passage("d", 0, text, 0, len(text)), [Citation(0, 5, "d#0", 900, 905, "d", 900, 905)], marks=True)
     assert cut.plain.startswith("… x") and cut.plain.endswith("y …") and "x«quote»y" in cut.plain and len(cut) < 320
+
+
+def test_rows_of_a_table_are_shown_below_its_header() -> None:
+    """Numbers without the names of their columns, or rows on one line; or the header twice, or a title for it."""
+    text = "Prices\n\n| Part | Price |\n|---|---|\n| Saw | 9 |\n| Nail | 1 |\n| Glue | 4 |"
+    passage = Passage(
+        "d", 0, text, 0, len(text), blocks=(Block(0, 6, BlockKind.HEADING), Block(8, 71, BlockKind.TABLE))
+    )
+
+    def shown_of(*quotes: str, passage: Passage = passage) -> str:
+        spans = [(start := passage.text.index(quote), start + len(quote)) for quote in quotes]
+        return excerpt(passage, [Citation(0, 1, "d#0", a, b, "d", a, b) for a, b in spans], marks=True).plain
+
+    assert shown_of("| Nail | 1 |") == "| Part | Price |\n«| Nail | 1 |»"
+    assert (
+        shown_of("| Saw | 9 |\n| Nail | 1 |", "| Glue | 4 |")
+        == "| Part | Price |\n«| Saw | 9 |\n| Nail | 1 |»\n«| Glue | 4 |»"
+    )
+    assert shown_of("| Part | Price |\n|---|---|\n| Saw | 9 |").startswith("«| Part | Price |\n|---")
+    rows = "| Saw | 9 |\n| Nail | 1 |"
+    later = Passage("d", 1, rows, 0, len(rows), heading="A | B > Part | Price", headings=("A | B",))
+    later = replace(later, blocks=(Block(0, len(rows), BlockKind.TABLE),))
+    assert shown_of("| Nail | 1 |", passage=later) == "Part | Price\n«| Nail | 1 |»"
+    assert shown_of("| Saw | 9 |", passage=replace(later, heading="A | B")) == "«| Saw | 9 |»"
 
 
 def test_words_quoted_twice_are_shown_once() -> None:

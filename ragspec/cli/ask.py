@@ -30,6 +30,7 @@ from ragspec.rag.iterative.pipeline import IterativePipeline
 from ragspec.rag.iterative.policies import POLICIES
 from ragspec.rag.pipeline import Pipeline
 from ragspec.rag.steps import default_params
+from ragspec.retrieval.chunking.chunker import SEPARATOR
 from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.search.filters import parse_filter
 
@@ -184,8 +185,13 @@ def support_lines(answer: Answer, numbers: Mapping[str, int]) -> Iterator[Text]:
 
 
 def excerpt(passage: Passage, citations: Sequence[Citation], *, marks: bool) -> Text:
-    """The part of a passage around its quotes, on one line; `marks` puts the quotes between « and »."""
+    """The part of a passage around its quotes, on one line, or the quoted rows of a table below its header; `marks` puts the
+    quotes between « and »."""
     spans = _merged((c.passage_start, c.passage_end) for c in citations)
+    if (header := _table_header(passage, spans[0][0])) is not None:
+        rows = ["\n".join(map(_flat, passage.text[start:end].splitlines())) for start, end in spans]
+        quotes = [Text(f"«{each}»" if marks else each, QUOTE) for each in rows]
+        return Text("\n").join([Text(_flat(header), "dim")] * (header not in rows[0]) + quotes)
     first, last = _window(passage.text, spans[0][0], spans[-1][1])
     text, position = Text("… " if first else "", "dim"), first
     for start, end in spans:
@@ -235,6 +241,18 @@ def _headings_above(passage: Passage, start: int) -> Sequence[str]:
     blocks = [each for each in passage.blocks if each.kind is BlockKind.HEADING and each.end <= start]
     named = [text for each in blocks if (text := _heading_text(passage.text[each.start : each.end]))]
     return passage.headings if not named or named[-1] in passage.headings[-1:] else [named[-1]]
+
+
+def _table_header(passage: Passage, start: int) -> str | None:
+    """Of the table that a place in a passage is in: the first row, or that of a large table, which each of its passages has as
+    the last heading."""
+    last = passage.heading.rpartition(SEPARATOR)[2]
+    for block in passage.blocks:
+        if block.kind is BlockKind.TABLE and block.start <= start < block.end:
+            rows = passage.text[block.start : block.end].splitlines()
+            is_header = "|" in last and last not in passage.headings
+            return last if is_header else next((each for each in rows if re.search(r"\w", each)), "")
+    return None
 
 
 def _heading_text(source: str) -> str:
