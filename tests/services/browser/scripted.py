@@ -60,6 +60,8 @@ TRAP = f"Who set the trap in 1999 {SCRIPT_TAG}?"
 TRAP_ANSWER = f'{SCRIPT_TAG} "The trap was set in 1999 by nobody in particular." <b>bold</b> &amp;'
 LONG = "What is there to say about rain?"
 LONG_ANSWER = " ".join(f"Rain {n} falls on the mill and on the sea." for n in range(40))
+ROW = "| Saw | 9 |"
+PRICE, PRICE_ANSWER = "What does the saw cost?", f'"{ROW}" [1]'
 CORRECTIONS = {
     "He go to school 😀 every day.": "He goes to school 😀 every day.",
     "She have a apple and an pear.": "She has an apple and a pear.",
@@ -68,7 +70,7 @@ CORRECTIONS = {
 }
 _LAYOUT = "{}  {}\n\n{} {}"
 MISTAKEN, CORRECTED = _LAYOUT.format(*CORRECTIONS), _LAYOUT.format(*CORRECTIONS.values())
-ANSWERS = {MILL: MILL_ANSWER, EMOJI: EMOJI_ANSWER, TRAP: TRAP_ANSWER, LONG: LONG_ANSWER, **CORRECTIONS}
+ANSWERS = {MILL: MILL_ANSWER, EMOJI: EMOJI_ANSWER, TRAP: TRAP_ANSWER, LONG: LONG_ANSWER, PRICE: PRICE_ANSWER, **CORRECTIONS}
 
 
 class Script:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from chat_page import ChatPage
 from looking import faint_texts, nameless
+from scripted import PRICE, ROW
 
 pytestmark = pytest.mark.browser
 
@@ -41,6 +42,19 @@ def test_a_collection_is_made_filled_asked_and_emptied(chat: ChatPage, tmp_path:
     said.filter(has_text="removed").wait_for()
     page.keyboard.press("Escape")
     assert chat.answered("How many cats does the keeper own now?").locator(".none").is_visible()
+
+
+def test_a_quoted_row_stands_below_its_tables_header(chat: ChatPage, tmp_path: Path) -> None:
+    """A price without the name of its column; or rows that run on as one line."""
+    a_collection(chat, "Prices")
+    rows = "".join(f"| Tool {n} | {n + 20} |\n" for n in range(12))
+    (tmp_path / "prices.md").write_text(f"# Price list\n\n| Tool | Price |\n|---|---|\n{rows}{ROW}\n| Nail | 1 |\n")
+    chat.page.set_input_files("#upload", str(tmp_path / "prices.md"))
+    chat.page.locator("#documents-said", has_text="1 document added").wait_for()
+    chat.page.locator("#documents-close").click()
+    shown = chat.answered(PRICE).locator(".passage-text").first
+    assert shown.inner_text().splitlines()[:3] == ["| Tool | Price |", ROW, "| Nail | 1 |"]
+    chat.shot("table")
 
 
 def test_a_file_that_cannot_be_read_is_said_in_the_dialog(chat: ChatPage, tmp_path: Path) -> None:

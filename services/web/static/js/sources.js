@@ -19,6 +19,16 @@ export function documentLink(url) {
   return String(url).startsWith("/document?") ? { href: url, target: "ragspec-source", rel: "opener" } : {};
 }
 
+/** The first row, with its line's end, of the table that the first mark is in, empty if it is in none. A large table's passages have it as the last heading. */
+function tableHeader(passage, marked) {
+  const start = Math.min(...marked.map((each) => each.passage_start));
+  const above = new Characters(passage.text).slice(0, marked.length ? start : 0);
+  const rows = /(?:^|\n)((?:[ \t]*\|[^\n]*\n)+)$/.exec(above)?.[1];
+  const last = passage.heading?.split(" > ").at(-1);
+  const isHeader = last?.includes("|") && !passage.headings?.includes(last);
+  return rows ? (isHeader ? `${last}\n` : rows.slice(0, rows.indexOf("\n") + 1)) : "";
+}
+
 export class Sources {
   #cards = new Map(); // passage number -> card
   #marks = new Map(); // citation -> its mark
@@ -55,7 +65,7 @@ export class Sources {
     const marked = citations.length ? citations : supporting;
     const card = el("li", { class: `passage ${colours.get(passage.number)}`, id, tabindex: "-1" },
       el("p", { class: "passage-title" }, el("span", { class: "number" }, String(passage.number)), title, el("span", { class: "count" }, kind)),
-      place, el("p", { class: "passage-text" }, ...this.#excerpt(passage, marked)));
+      place, el("p", { class: tableHeader(passage, marked) ? "passage-text rows" : "passage-text" }, ...this.#excerpt(passage, marked)));
     this.#cards.set(passage.number, card);
     return card;
   }
@@ -63,7 +73,9 @@ export class Sources {
   /** The passage around its marks: the whole of it is one click away. */
   #excerpt(passage, marked) {
     const pieces = passagePieces(passage, marked);
+    const header = tableHeader(passage, marked);
     const cut = (piece, index) => {
+      if (index === 0 && header && piece.kind !== "quote") return header;
       const text = new Characters(piece.text);
       const [isFirst, isLast] = [index === 0, index === pieces.length - 1];
       if (piece.kind === "quote" || text.length <= 2 * AROUND) return piece.text;
