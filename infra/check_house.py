@@ -23,7 +23,7 @@ from count_lines import code_lines
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("ragspec", "services", "pipelines")
 MOST_MODULES = 15
-CAPS = {"product lines": 46_470, "test lines": 36_060, "modules": 305, "configuration keys": 120}
+CAPS = {"product lines": 46_450, "test lines": 36_125, "modules": 305, "configuration keys": 120}
 """Lines of code as infra/count_lines.py counts them, modules of the product, rows of keys in ragspec/CONFIGURATION.md."""
 BANNED_WORDS = frozenset("manager helper helpers util utils impl info".split())
 """Words that say nothing about the thing they name."""

@@ -1,53 +1,44 @@
 """Make rows for training of Debian's documentation packages, and give the committed rows their texts.
 
-    python -m pipelines.documentation_rows write --names NAMES --packages DIR --model MODEL.gguf --out written.jsonl
+    python -m pipelines.documentation_rows passages --names NAMES --packages DIR --out passages.jsonl
+    python -m pipelines.documentation_rows written questions.jsonl --names NAMES --packages DIR --out written.jsonl
     python -m pipelines.documentation_rows rules --names NAMES --packages DIR --out rules.jsonl
     python -m pipelines.documentation_rows pack written.jsonl rules.jsonl
     python -m pipelines.documentation_rows rebuild --packages DIR --out rows.jsonl
 
-`write` lets a model write questions about passages, and `rules` makes them by rule. Both append to their file, one line a
-passage or package, and go on where they were stopped. `pack` writes the spans of all rows, without the documents' text, to the
-file that is committed; `rebuild` reads it and writes the rows with their texts. Packages are fetched into DIR, outside the
-project.
+`passages` writes passages as numbered parts for a reader, a person or a model; `written` makes rows of the reader's questions.
+`rules` makes questions by rule, a line a package, and goes on where it was stopped. `pack` adds the spans of rows, without the
+documents' text, to the file that is committed; `rebuild` reads it and writes the rows with their texts. Packages are fetched into
+DIR, outside the project.
 """
 
-import hashlib
 import itertools
 import json
 import os
 import sys
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
 from ragspec.disk import atomic_writer
-from ragspec.engine.loading import load_engine
 from ragspec.errors import RagspecError
-from ragspec.rag.prompt import PromptBuilder
 from ragspec.training.documentation_rows import (
-    WRITTEN,
     PackageFile,
-    QuestionWriter,
-    Reading,
     Row,
     debian_packages,
-    document_of,
-    package_files,
     read_packed,
-    readings_of,
+    readings,
     restored,
-    row_of,
     rule_rows,
     tool_of,
     write_packed,
 )
 
 PACKED = Path(__file__).parent / "train" / "documentation_rows.jsonl.gz"
-_READINGS_A_FILE = 3
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 Names = Annotated[Path, typer.Option(help="A file with a package's name a line.")]
 Packages = Annotated[Path, typer.Option(help="The folder of the packages' files.")]
@@ -55,55 +46,43 @@ Out = Annotated[Path, typer.Option(help="The file of rows.")]
 
 
 @app.command()
-def write(
+def passages(
     names: Names,
     packages: Packages,
     out: Out,
-    model: Annotated[str, typer.Option(help="The model that writes: a directory or a GGUF file.")],
-    threads: Annotated[int, typer.Option(help="Threads at most.")] = 2,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    count: Annotated[int, typer.Option(help="Questions that are enough.")] = 2000,
+    count: Annotated[int, typer.Option(help="Passages at most.")] = 1280,
 ) -> None:
-    """Let a model write questions, and keep those that a part of their passage answers."""
-    lines = _resume(out)
-    done = {tuple(line["read"]) for line in lines}
-    num_kept = sum(len(each["rows"]) for line in lines for each in line["files"])
-    debs = list(debian_packages(names.read_text().split(), packages))
-    readings = (each for each in _readings(debs) if _key(each) not in done)
-    target = TargetConfig(model=model, adapter="none", device=device)
-    with load_engine(target, EngineConfig(num_threads=threads), DraftingConfig()) as engine, out.open("a") as file:
-        writer = QuestionWriter(engine, PromptBuilder(engine.target.tokenizer, engine.max_context_tokens))
-        for number, (reading, questions) in enumerate(writer.write(readings), start=1):
-            span = reading.passage.start, reading.passage.end
-            found = [
-                row_of(reading.file, reading.document, q.question, WRITTEN, span, (q.part.start, q.part.end))
-                for q in questions
-            ]
-            _append(file, found, _key(reading))
-            num_kept += len(found)
-            print(f"{number} passages read, {num_kept} questions", file=sys.stderr, flush=True)
-            if num_kept >= count:
-                break
+    """Write passages as numbered parts, for a reader who asks about them."""
+    with atomic_writer(out) as file:
+        for number, reading in enumerate(islice(readings(_debs(names, packages)), count)):
+            titles = " > ".join(filter(None, (reading.passage.title, reading.passage.heading)))
+            parts = [reading.text_of(part) for part in reading.parts]
+            passage = {"passage": number, "tool": tool_of(reading.file.package), "titles": titles, "parts": parts}
+            file.write(f"{json.dumps(passage, ensure_ascii=False)}\n".encode())
 
 
-def _readings(debs: Sequence[Path]) -> Iterator[Reading]:
-    """Passages of all packages in turn, a few of each file, in an order of their own that repeats."""
-    left = [_readings_in(deb) for deb in debs]
-    while left:
-        for package in list(left):
-            if reading := next(package, None):
-                yield reading
-            else:
-                left.remove(package)
+@app.command()
+def written(
+    questions: Annotated[Path, typer.Argument(help='Lines {"passage": 3, "question": ..., "parts": [1]}.')],
+    names: Names,
+    packages: Packages,
+    out: Out,
+) -> None:
+    """Make rows of a reader's questions about the numbered passages; no parts: the passage does not answer."""
+    asked, num_rows = defaultdict[int, list[tuple[str, list[int]]]](list), 0
+    for line in map(json.loads, _whole_lines(questions)):
+        asked[line["passage"]].append((line["question"], line["parts"]))
+    with out.open("w") as file:
+        for number, reading in enumerate(islice(readings(_debs(names, packages)), max(asked, default=-1) + 1)):
+            rows = [row for each in asked[number] if (row := reading.row(*each))]
+            num_rows += len(rows)
+            _append(file, rows, (number,))
+    num_left_out = sum(map(len, asked.values())) - num_rows
+    print(f"{num_rows} rows; left out: {num_left_out} questions whose parts no answer may quote as one")
 
 
-def _readings_in(deb: Path) -> Iterator[Reading]:
-    for file, content in package_files(deb):
-        if document := document_of(file, content):
-            mixed = sorted(
-                readings_of(file, document), key=lambda each: hashlib.sha256(each.passage.text.encode()).digest()
-            )
-            yield from mixed[:_READINGS_A_FILE]
+def _debs(names: Path, packages: Path) -> list[Path]:
+    return list(debian_packages(names.read_text().split(), packages))
 
 
 @app.command()
@@ -125,13 +104,14 @@ def rules(
 
 @app.command()
 def pack(
-    inputs: Annotated[list[Path], typer.Argument(help="Files that write and rules have written.")],
+    inputs: Annotated[list[Path], typer.Argument(help="Files of `written` and `rules`.")],
     out: Annotated[Path, typer.Option(help="The committed file.")] = PACKED,
 ) -> None:
-    """Write the spans of all rows to the file that is committed."""
+    """Add the spans of rows to the file that is committed."""
     files = [each for path in inputs for line in map(json.loads, _whole_lines(path)) for each in line["files"]]
     rows = [Row(PackageFile(**each["file"]), *values) for each in files for values in each["rows"]]
-    print(f"{write_packed(rows, out)} rows, {out.stat().st_size} bytes in {out}")
+    earlier = list(read_packed(out)) if out.exists() else []
+    print(f"{write_packed([*earlier, *rows], out)} rows, {out.stat().st_size} bytes in {out}")
 
 
 @app.command()
@@ -168,10 +148,6 @@ def _append(file: Any, rows: Sequence[Row], read: tuple[Any, ...]) -> None:
     file.write(json.dumps({"read": read, "files": files}, ensure_ascii=False) + "\n")
     file.flush()
     os.fsync(file.fileno())
-
-
-def _key(reading: Reading) -> tuple[str, int]:
-    return reading.file.sha256, reading.passage.start
 
 
 def main() -> None:

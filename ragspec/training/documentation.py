@@ -276,7 +276,8 @@ def _short(cell: str) -> str:
 
 
 ANSWERED_KINDS = "definition,how-to,option,table value,comparison,default,command,condition,faq".split(",")
-UNANSWERABLE = "not answerable"
+UNANSWERABLE, WRITTEN = "not answerable", "written"
+"""Kinds of questions: that the passage does not answer, and that a reader wrote; the others are those of the rules."""
 MAX_QUESTION_WORDS = 28
 SAME_QUOTE = 2
 """Most questions of one quote: tools share their flags."""

@@ -8,13 +8,10 @@ A row names its file by package, version, path and hash, and holds the spans of 
 reader makes of the file. No text of a document is in it but the question. `restored` finds the spans again: where a reader has
 changed since, it looks for the quote nearby.
 
-A model may write questions too, each answered by one part of its passage. It reads a passage as numbered parts, and writes a
-question for each of some parts. A question is kept if it names its subject, if a second sample of the model, which sees the
-passage but not the number, gives the same number, and if the model then holds the part for a whole answer. So every answer is a
-slice of its passage. All that is asked about a passage shares one reading.
+Rules ask in the documents' words. Questions in the words of users are written by a reader, a person or a model, who sees a
+passage as numbered parts and names the parts that answer.
 
-    >>> writer = QuestionWriter(engine, PromptBuilder(engine.target.tokenizer, engine.max_context_tokens))
-    >>> for reading, questions in writer.write(readings): ...
+    >>> for reading in readings(debs): row = reading.row("Where does pumpd read its settings from?", [1])
     >>> rows = [row for deb in debian_packages(["apache2-doc"], folder) for row in rule_rows(deb, "apache2", 100)]
     >>> write_packed(rows, Path("rows.jsonl.gz"))
     >>> for text in restored(read_packed(Path("rows.jsonl.gz")), folder): ...
@@ -28,25 +25,27 @@ import re
 import subprocess
 import tarfile
 import tempfile
-import tomllib
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from ragspec.config import ChunkingConfig
-from ragspec.core import BlockKind, Document, Message, Passage, Request, SamplingParams
+from ragspec.core import BlockKind, Document, Passage
 from ragspec.disk import atomic_writer
 from ragspec.errors import InputError
-from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.steps import EngineLike
 from ragspec.retrieval.chunking import Span, chunk, embedded_text
 from ragspec.retrieval.reading import SUFFIXES, read_file
-from ragspec.training.documentation import UNANSWERABLE, Neighbours, is_for_evaluation, may_answer, rule_questions
-from ragspec.training.sentences import Part, normalise, quotable_parts
+from ragspec.training.documentation import (
+    UNANSWERABLE,
+    WRITTEN,
+    Neighbours,
+    is_for_evaluation,
+    may_answer,
+    rule_questions,
+)
+from ragspec.training.sentences import Part, is_quotable, quotable_parts
 
 EVALUATED_SOURCES = ("git", "borgbackup", "debian-faq", "debian-policy")
 _SUFFIXES = frozenset(SUFFIXES) & {".txt", ".md", ".rst", ".adoc", ".asciidoc", ".html", ".htm", ".xhtml"}
@@ -175,8 +174,6 @@ def _is_english(text: str) -> bool:
     return sum(word in _ENGLISH for word in words) >= _LEAST_ENGLISH * max(1, len(words))
 
 
-WRITTEN = "written"
-"""The kind of questions that a model wrote; the others are those of the rules."""
 _MAX_SHIFT_CHARS = 4000
 _CHECK_CHARS = 8
 _NEAR, _ONE_ABSENT_IN = 20, 7
@@ -254,7 +251,7 @@ def write_packed(rows: Iterable[Row], path: Path) -> int:
     """One line of JSON a file of a package, compressed; each question of a file once. Returns the number of rows."""
     files: dict[PackageFile, dict[Any, list[Any]]] = defaultdict(dict)
     for row in rows:
-        key = (row.question, row.kind == UNANSWERABLE)
+        key = (row.question, row.quote[0] < row.quote[1])
         files[row.file].setdefault(key, [row.question, row.kind, *row.passage, *row.quote, row.check])
     with atomic_writer(path) as out, gzip.GzipFile("", "wb", mtime=0, fileobj=out) as packed:
         for file, found in sorted(files.items()):
@@ -341,28 +338,9 @@ def tool_of(package: str) -> str:
     return re.sub(r"[\d.]*-(?:docs?|handbook|manual)(?:-\w+)?$", "", package).removeprefix("python-")
 
 
-READINGS_AT_ONCE, QUESTIONS_A_READING = 8, 4
-_LEAST_WORDS = 7
-"""Of a part that is asked about."""
-_LEAST_PARTS, _LEAST_PROSE = 3, 25
-"""Parts of a passage that is read, and words of its sentences."""
-_TOLD: dict[str, str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-_QUESTION = re.compile(r"\W{0,3}(?P<question>[A-Z][^\n?]{10,160}\?)")
-_VAGUE = re.compile(
-    r"(?i)\b(?:this|these|those|that (?:command|option|file|value|section|method|case)|it|its|they|them|passage|text|part|above"
-    r"|below|following|mentioned|described|given|example)\b"
-)
-_LEANS = re.compile(r"(?:He|She|It|They|This|These|That|Those|Such|Here|There|See|Note|However|Also|But|And|So|Then)\b")
-"""The first word of a part that cannot stand alone."""
-_LEAST_SHARED, _LEAST_NEW = 0.5, 4
-"""Of a question's stems the share that its answer holds, and the stems that the answer adds."""
-_COMMON = frozenset(
-    "what when where which who why how does did can could shoul the for with and you your are was were has have from that this "
-    "will would into not any all use used using one than then".split()
-)
-_SAMPLED = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=40)
-_NUMBER = SamplingParams(temperature=0.3, max_tokens=4)
-_YES = SamplingParams(temperature=0.0, max_tokens=2)
+_LEAST_PARTS, _LEAST_PROSE, _LEAST_CHARS = 3, 25, 350
+"""Of a passage that is read: its parts, the words of its sentences, and its characters."""
+_READINGS_A_FILE = 3
 
 
 class Reading(NamedTuple):
@@ -376,26 +354,42 @@ class Reading(NamedTuple):
     def text_of(self, part: Part) -> str:
         return self.document.text[part.start : part.end]
 
-    def number(self, part: Part) -> int:
-        """From 1 on."""
-        return self.parts.index(part) + 1
+    def row(self, question: str, numbers: Sequence[int]) -> Row | None:
+        """The row of a question that the parts of these numbers, from 1 on, answer together, or no part if there are none.
 
-    def wish(self, part: Part) -> str:
-        heading = self.passage.heading or self.passage.title
-        return _TOLD["write"].format(heading=heading, number=self.number(part))
-
-    @property
-    def asked_parts(self) -> list[Part]:
-        """The longest parts, in their order."""
-        long = [part for part in self.parts if part.num_words(self.document.text) >= _LEAST_WORDS]
-        long = [part for part in long if not _LEANS.match(self.document.text, part.start)]
-        most = sorted(long, key=lambda part: part.start - part.end)[:QUESTIONS_A_READING]
-        return sorted(most)
+        None if an answer may not quote them as one, without text between them.
+        """
+        passage, found = (self.passage.start, self.passage.end), [self.parts[number - 1] for number in numbers]
+        quote = (min(part.start for part in found), max(part.end for part in found)) if found else (0, 0)
+        letters = (at for at in range(*quote) if self.document.text[at].isalnum())
+        is_whole = all(any(part.start <= at < part.end for part in found) for at in letters)
+        if found and not (is_whole and is_quotable(self.passage, *quote)):
+            return None
+        return row_of(self.file, self.document, question, WRITTEN, passage, quote)
 
 
-class WrittenQuestion(NamedTuple):
-    question: str
-    part: Part
+def readings(debs: Sequence[Path]) -> Iterator[Reading]:
+    """Passages that have enough to ask about, of all packages in turn, a few of each file, in an order that repeats.
+
+    Raises: InputError for a package that is refused or damaged.
+    """
+    left, seen = [_readings_in(deb) for deb in debs], set[str]()
+    while left:
+        for package in list(left):
+            if (reading := next(package, None)) is None:
+                left.remove(package)
+            elif reading.passage.text not in seen:
+                seen.add(reading.passage.text)
+                yield reading
+
+
+def _readings_in(deb: Path) -> Iterator[Reading]:
+    for file, content in package_files(deb):
+        if document := document_of(file, content):
+            mixed = sorted(
+                readings_of(file, document), key=lambda each: hashlib.sha256(each.passage.text.encode()).digest()
+            )
+            yield from mixed[:_READINGS_A_FILE]
 
 
 def readings_of(file: PackageFile, document: Document) -> Iterator[Reading]:
@@ -403,60 +397,6 @@ def readings_of(file: PackageFile, document: Document) -> Iterator[Reading]:
     for passage in chunk(document, ChunkingConfig()):
         parts = list(quotable_parts(passage))
         prose = [part for part in parts if part.kind is not BlockKind.TABLE]
-        if len(parts) >= _LEAST_PARTS and sum(part.num_words(document.text) for part in prose) >= _LEAST_PROSE:
+        num_words = sum(part.num_words(document.text) for part in prose)
+        if len(parts) >= _LEAST_PARTS and num_words >= _LEAST_PROSE and len(passage.text) >= _LEAST_CHARS:
             yield Reading(file, document, passage, parts)
-
-
-class QuestionWriter:
-    """With equal readings and models, the questions are equal."""
-
-    def __init__(self, engine: EngineLike, prompts: PromptBuilder) -> None:
-        self._engine, self._prompts = engine, prompts
-
-    def write(self, readings: Iterable[Reading]) -> Iterator[tuple[Reading, list[WrittenQuestion]]]:
-        """Every reading with the questions that were kept. Raises: EngineError."""
-        left = iter(readings)
-        while some := list(islice(left, READINGS_AT_ONCE)):
-            wanted = [(each, part) for each in some for part in each.asked_parts]
-            texts = self._replies([(each, each.wish(part)) for each, part in wanted], _SAMPLED)
-            replies = zip(wanted, texts, strict=True)
-            written = [(each, WrittenQuestion(_question(text), part)) for (each, part), text in replies]
-            asked = [(each, q) for each, q in written if tells_something(q.question, each.text_of(q.part))]
-            found = self._replies([(each, _TOLD["find"].format(question=q.question)) for each, q in asked], _NUMBER)
-            numbers = zip(asked, map(_number, found), strict=True)
-            agreed = [(each, q) for (each, q), number in numbers if number == each.number(q.part)]
-            wishes = [_TOLD["judge"].format(question=q.question, answer=each.text_of(q.part)) for each, q in agreed]
-            judged = self._replies([(each, wish) for (each, _), wish in zip(agreed, wishes, strict=True)], _YES)
-            kept = [pair for pair, text in zip(agreed, judged, strict=True) if text.strip().lower().startswith("yes")]
-            for reading in some:
-                yield reading, [question for each, question in kept if each is reading]
-
-    def _replies(self, wishes: Sequence[tuple[Reading, str]], params: SamplingParams) -> list[str]:
-        """Why the passage comes first: all that is asked about it shares one reading of it."""
-        requests = []
-        for reading, wish in wishes:
-            numbered = "\n".join(f"[{n}] {reading.text_of(part)}" for n, part in enumerate(reading.parts, start=1))
-            user = f"Passage:\n{numbered}\n\n{wish}"
-            ids = self._prompts.tokens([Message("system", _TOLD["system"]), Message("user", user)])
-            key = f"0 {reading.passage.id} {wish}"  # as the committed rows were written
-            seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7])
-            requests.append(Request(f"{seed:x}", ids, replace(params, seed=seed)))
-        return [completion.text for completion in self._engine.generate(requests)] if requests else []
-
-
-def _question(text: str) -> str:
-    """The question of a reply; empty if it does not name its subject."""
-    match = _QUESTION.match(text.strip())
-    return normalise(match["question"]) if match and not _VAGUE.search(match["question"]) else ""
-
-
-def tells_something(question: str, answer: str) -> bool:
-    """Whether the answer speaks of the question's things, and says more of them than the question does."""
-    found = (re.findall(r"[a-z\d]{3,}", text.lower()) for text in (question, answer))
-    asked, told = ({word[:5] for word in words} - _COMMON for words in found)
-    return bool(asked) and len(asked & told) >= _LEAST_SHARED * len(asked) and len(told - asked) >= _LEAST_NEW
-
-
-def _number(text: str) -> int:
-    found = re.search(r"\d+", text)
-    return int(found[0]) if found else 0

@@ -71,7 +71,7 @@ def test_an_id_names_the_rules_of_its_index() -> None:
 
 
 def test_the_common_words_are_those_of_the_texts_language() -> None:
-    """"die" weighed nothing in an English question; or an index of earlier rules whose scores change."""
+    """ "die" weighed nothing in an English question; or an index of earlier rules whose scores change."""
     question = "Was macht die Mühle in der Nacht?"
     english, german = (AUTO.common_terms(text) for text in ("What does it do?", question))
     assert {"what", "doe", "it"} <= english == ENGLISH.common_terms(question) and "die" in german - english

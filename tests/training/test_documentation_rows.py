@@ -1,6 +1,6 @@
 """Rows of documentation packages: spans and hashes that are kept, and the texts that the packages give back.
 
-Questions by rule are answered by their quotes; those that a model writes are kept if two samples and a judgement agree.
+Questions by rule are answered by their quotes; those that a reader writes, by the parts that the reader names.
 """
 
 import gzip
@@ -9,9 +9,7 @@ import os
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,14 +18,14 @@ from ragspec.core import Block, BlockKind, Document, Passage
 from ragspec.errors import InputError
 from ragspec.training.documentation import (
     UNANSWERABLE,
+    WRITTEN,
     documentation_questions,
     evaluation_questions,
     is_for_evaluation,
 )
 from ragspec.training.documentation_rows import (
     PackageFile,
-    QuestionWriter,
-    Reading,
+    TextRow,
     check_package,
     debian_packages,
     package_files,
@@ -35,10 +33,10 @@ from ragspec.training.documentation_rows import (
     readings_of,
     restored,
     rule_rows,
-    tells_something,
     write_packed,
 )
 from ragspec.training.grammar_errors import misspell, tokenised
+from ragspec.training.reference.mixture import row_paragraphs
 from ragspec.training.stdlib_corpus import first_doc_sentence
 
 pytestmark = pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="dpkg-deb is not installed")
@@ -150,6 +148,26 @@ def test_the_command_goes_on_after_a_kill(tmp_path: Path) -> None:
     assert len(rows.read_text().splitlines()) == len(list(read_packed(packed))) >= 12
 
 
+def test_a_reader_asks_about_numbered_passages(tmp_path: Path) -> None:
+    """An answer from another passage than the one that the reader saw; earlier rows lost when rows are added."""
+    write_package(tmp_path, "".join(f"<h2>Hall {n}</h2><p>{TEXT.replace('pumpd', f'pumpd{n}')}</p>" for n in range(6)))
+    (tmp_path / "names").write_text(NAME)
+    shown, asked, out, packed = (tmp_path / name for name in ("shown.jsonl", "asked.jsonl", "out.jsonl", "packed.gz"))
+    documentation_rows.passages(tmp_path / "names", tmp_path, shown, 3)
+    passages = list(map(json.loads, shown.read_text().splitlines()))
+    assert [each["passage"] for each in passages] == [0, 1, 2] and all(each["tool"] in NAME for each in passages)
+    questions = [{"passage": n, "question": f"Which lever ends a run, {n}?", "parts": [2]} for n in (0, 2)]
+    questions.append({"passage": 2, "question": "Who built the halls?", "parts": []})
+    for question in questions:
+        asked.write_text(json.dumps(question) + "\n")
+        documentation_rows.written(asked, tmp_path / "names", tmp_path, out)
+        documentation_rows.pack([out], packed)
+    found = {row.question: row.quote for row in restored(read_packed(packed), tmp_path)}
+    assert found == {
+        each["question"]: passages[each["passage"]]["parts"][1] if each["parts"] else "" for each in questions
+    }
+
+
 def test_the_committed_rows_keep_to_the_rule() -> None:
     """A package for evaluation among the trained ones, a row without a licence, or a file that outgrows the repository."""
     rows = list(read_packed(documentation_rows.PACKED))
@@ -158,7 +176,7 @@ def test_the_committed_rows_keep_to_the_rule() -> None:
         check_package(package)
     for row in rows:
         is_inside = row.passage[0] <= row.quote[0] < row.quote[1] <= row.passage[1]
-        assert row.file.licence and is_inside == (row.kind != UNANSWERABLE)
+        assert row.file.licence and is_inside == (row.quote != (0, 0)) and not (is_inside and row.kind == UNANSWERABLE)
 
 
 PUMP_PAGE = Path(__file__).with_name("pump_page.html").read_text()
@@ -213,49 +231,31 @@ SENTENCES = (
     "The pumpd daemon reads its settings from the file /etc/pumpd.conf when it starts.",
     "The option --speed sets the speed of the pump in turns a minute, and the default is 40.",
     "This is why the old pumps that nobody uses any more were removed from the hall last year.",
+    "Whoever wants to see an old pump today may visit the garden of the museum, which shows three of them on Sundays.",
 )
 TEXT = " ".join(SENTENCES)
 FILE = PackageFile("pump-doc", "1", "usr/share/doc/pump.html", "", "MIT")
 DOCUMENT = Document("pump", TEXT, title="pumpd", blocks=(Block(0, len(TEXT), BlockKind.PARAGRAPH),))
-GOOD = "Where does the pumpd daemon read settings from?"
 
 
-class Scripted(QuestionWriter):
-    """Replies for each kind of wish, in the order of the parts that are asked about."""
-
-    def __init__(self, *scripts: Sequence[str]) -> None:
-        self.scripts, self.wishes = list(scripts), list[list[str]]()
-
-    def _replies(self, wishes: Sequence[tuple[Reading, str]], params: Any) -> list[str]:
-        self.wishes.append([wish for _, wish in wishes])
-        return list(self.scripts.pop(0))
-
-
-@pytest.mark.parametrize(
-    ("scripts", "kept"),
-    [
-        (([GOOD, "What does it do?"], ["1"], ["Yes."]), [GOOD]),
-        (([GOOD, "no question"], ["2"], []), []),
-        (([GOOD, "no question"], ["1"], ["No"]), []),
-    ],
-)
-def test_a_question_is_kept_if_both_samples_and_the_judgement_agree(
-    scripts: tuple[list[str], ...], kept: list[str]
-) -> None:
-    """A question without a subject, one that another part answers, or one whose answer is half."""
+def test_a_written_question_is_answered_by_neighbouring_parts() -> None:
+    """A quote with the text between two parts in it that the reader did not choose, or an answer for a question without one."""
     (reading,) = readings_of(FILE, DOCUMENT)
-    writer = Scripted(*scripts)
-    ((_, questions),) = writer.write([reading])
-    assert [each.question for each in questions] == kept
-    assert all(reading.text_of(each.part) == SENTENCES[0] for each in questions)
-    assert len(writer.wishes[0]) == 2 and "part [1]" in writer.wishes[0][0]  # none of "This is why"
+    asked = "Where does the pumpd daemon read settings from?"
+    for numbers, quote in (([2], SENTENCES[1]), ([1, 2], " ".join(SENTENCES[:2])), ([], "")):
+        row = reading.row(asked, numbers)
+        assert row is not None and TEXT[slice(*row.quote)] == quote and TEXT[slice(*row.passage)] == TEXT
+    assert reading.row(asked, [1, 3]) is None
 
 
-def test_an_answer_says_more_of_the_same_things() -> None:
-    """An answer about other things, or the question again as an answer."""
-    assert tells_something(GOOD, SENTENCES[0])
-    assert not tells_something(GOOD, SENTENCES[2])
-    assert not tells_something("Does the old pump in the hall run?", "The old pump in the hall runs.")
+def test_questions_of_readers_are_drawn_apart_from_those_of_rules(tmp_path: Path) -> None:
+    """A few thousand questions in users' words lost among ten times as many by rule; or an unanswerable one as answered."""
+    row = TextRow("Asked by rule?", "", TEXT, SENTENCES[0], "option", "pump.html", "MIT")
+    asked = [row, row._replace(question="Where?", kind=WRITTEN), row._replace(question="Who?", kind=WRITTEN, quote="")]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(each._asdict())}\n" for each in asked))
+    written, by_rule = (row_paragraphs(tmp_path / "rows.jsonl", is_written=kind) for kind in (True, False))
+    found = [([question.text for question in each.questions], each.absent) for each in (*written, *by_rule)]
+    assert found == [(["Where?"], ["Who?"]), (["Asked by rule?"], [])]
 
 
 def test_passages_with_little_to_ask_about_are_not_read() -> None:

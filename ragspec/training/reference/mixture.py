@@ -28,7 +28,7 @@ from ragspec.errors import InputError
 from ragspec.rag import wording
 from ragspec.retrieval.chunking import chunk
 from ragspec.training.conversations import Conversation
-from ragspec.training.documentation import Neighbours, documentation_questions, is_for_evaluation
+from ragspec.training.documentation import WRITTEN, Neighbours, documentation_questions, is_for_evaluation
 from ragspec.training.grammar_errors import TOKENISED_SHARE, GrammarErrors, tokenised
 from ragspec.training.sentences import best_sentence, common_answer, normalise, split_sentences, window_around, words_of
 from ragspec.training.stdlib_corpus import first_doc_sentence, is_held_out, stdlib_documents
@@ -344,8 +344,10 @@ def _dialogue(turns: list[tuple[str, str, list[str]]], rng: random.Random) -> Co
 
 
 SHARES = {"questions": 0.46, "documentation": 0.1, "stdlib": 0.08, "grammar": 0.17, "follow_ups": 0.09, "chat": 0.1}
-DOCUMENTATION_SHARES = dict(SHARES, questions=0.2, documentation=0.4, stdlib=0.05, grammar=0.15, follow_ups=0.1)
-"""With rows of documentation packages."""
+DOCUMENTATION_SHARES = dict(
+    SHARES, questions=0.15, documentation=0.1, written=0.35, stdlib=0.05, grammar=0.15, follow_ups=0.1
+)
+"""With rows of documentation packages; `written`: those that a reader wrote."""
 LONG = {"follow_ups": 2.5}
 """Kinds whose rows are longer than the others', and how much."""
 NUM_CORRECTIONS, PERSONA_SHARE = 14, 0.08
@@ -370,7 +372,9 @@ class Mixture:
         try:
             self.paragraphs = question_paragraphs(data_dir)
             self._packs = {"questions": PackStream(self.paragraphs), "stdlib": PackStream(stdlib_paragraphs())}
-            self._packs["documentation"] = PackStream(documentation_paragraphs(data_dir / "docs", documentation))
+            by_rule = documentation_paragraphs(data_dir / "docs", documentation)
+            written = row_paragraphs(documentation, is_written=True) if documentation else []
+            self._packs |= {"documentation": PackStream(by_rule), "written": PackStream(written or by_rule)}
             self._corrections = Corrections(data_dir, self.paragraphs)
             self._dialogues = Dialogues(data_dir, self._packs["questions"])
         except OSError as cause:
@@ -414,12 +418,20 @@ def _asked(name: str, rng: random.Random) -> str:
 
 
 def documentation_paragraphs(folder: Path, rows: Path | None = None) -> list[Paragraph]:
-    """The passages of the documentation's training files that a rule makes questions of, and those of a file of rows."""
+    """The passages of the documentation's training files that a rule makes questions of, and those of a file of rows by rule."""
     found: dict[str, Paragraph] = {}
     for each in documentation_questions(folder, evaluation=False):
         paragraph = found.setdefault(each.passage, Paragraph(each.passage, f"docs/{each.path}", is_whole=True))
         paragraph.questions.append(Question(each.question, each.quote, each.short_answer))
-    for row in json_lines(rows) if rows else ():
+    return list(found.values()) + (row_paragraphs(rows, is_written=False) if rows else [])
+
+
+def row_paragraphs(rows: Path, *, is_written: bool) -> list[Paragraph]:
+    """The passages of a file of rows with the questions that a reader wrote, or that rules made."""
+    found: dict[str, Paragraph] = {}
+    for row in json_lines(rows):
+        if (row["kind"] == WRITTEN) is not is_written:
+            continue
         paragraph = found.setdefault(row["passage"], Paragraph(row["passage"], row["path"], is_whole=True))
         if row["quote"]:
             paragraph.questions.append(Question(row["question"], row["quote"]))
