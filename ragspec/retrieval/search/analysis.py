@@ -170,7 +170,7 @@ class Analyzer:
         """The terms of the commonest words of the text's language, none by rules before 4."""
         if self.rules < 4:
             return frozenset()
-        language = self.config.language
+        language: str = self.config.language
         if self._detector is not None:
             language = self._detector.language(text, self._whole.analyze(text)) or _BASE
         return _common_terms(self._config_of(language))
