@@ -70,7 +70,7 @@ def written(
 ) -> None:
     """Make rows of a reader's questions about the numbered passages; no parts: the passage does not answer."""
     asked, num_rows = defaultdict[int, list[tuple[str, list[int]]]](list), 0
-    for line in map(json.loads, _whole_lines(questions)):
+    for line in map(json.loads, questions.read_text(encoding="utf-8").splitlines()):
         asked[line["passage"]].append((line["question"], line["parts"]))
     with out.open("w") as file:
         for number, reading in enumerate(islice(readings(_debs(names, packages)), max(asked, default=-1) + 1)):

@@ -191,7 +191,7 @@ def excerpt(passage: Passage, citations: Sequence[Citation], *, marks: bool) -> 
     if (header := _table_header(passage, spans[0][0])) is not None:
         rows = ["\n".join(map(_flat, passage.text[start:end].splitlines())) for start, end in spans]
         quotes = [Text(f"«{each}»" if marks else each, QUOTE) for each in rows]
-        return Text("\n").join([Text(_flat(header), "dim")] * (header not in rows[0]) + quotes)
+        return Text("\n").join([Text(header, "dim")] * (header not in rows[0]) + quotes)
     first, last = _window(passage.text, spans[0][0], spans[-1][1])
     text, position = Text("… " if first else "", "dim"), first
     for start, end in spans:
@@ -251,7 +251,7 @@ def _table_header(passage: Passage, start: int) -> str | None:
         if block.kind is BlockKind.TABLE and block.start <= start < block.end:
             rows = passage.text[block.start : block.end].splitlines()
             is_header = "|" in last and last not in passage.headings
-            return last if is_header else next((each for each in rows if re.search(r"\w", each)), "")
+            return _flat(last if is_header else next((each for each in rows if re.search(r"\w", each)), ""))
     return None
 
 

@@ -357,8 +357,10 @@ class Reading(NamedTuple):
     def row(self, question: str, numbers: Sequence[int]) -> Row | None:
         """The row of a question that the parts of these numbers, from 1 on, answer together, or no part if there are none.
 
-        None if an answer may not quote them as one, without text between them.
+        None if there are no such parts, or an answer may not quote them as one, without text between them.
         """
+        if not set(numbers) <= set(range(1, len(self.parts) + 1)):
+            return None
         passage, found = (self.passage.start, self.passage.end), [self.parts[number - 1] for number in numbers]
         quote = (min(part.start for part in found), max(part.end for part in found)) if found else (0, 0)
         letters = (at for at in range(*quote) if self.document.text[at].isalnum())

@@ -245,7 +245,7 @@ def test_a_written_question_is_answered_by_neighbouring_parts() -> None:
     for numbers, quote in (([2], SENTENCES[1]), ([1, 2], " ".join(SENTENCES[:2])), ([], "")):
         row = reading.row(asked, numbers)
         assert row is not None and TEXT[slice(*row.quote)] == quote and TEXT[slice(*row.passage)] == TEXT
-    assert reading.row(asked, [1, 3]) is None
+    assert reading.row(asked, [1, 3]) is None and reading.row(asked, [0]) is None and reading.row(asked, [99]) is None
 
 
 def test_questions_of_readers_are_drawn_apart_from_those_of_rules(tmp_path: Path) -> None:
